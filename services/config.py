@@ -1,0 +1,240 @@
+"""The configuration of a run: one class per concern, bounds on every field, read from TOML.
+
+Loading, `--set` overrides and redaction are in `services/config_loader.py`. No class here has a default
+that depends on the machine: what does (threads, free ports) is resolved by the launcher and written down
+in the run directory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+from specroll_core.contracts import SamplingParams
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class RunConfig(Section):
+    """Where a run lives. The directory holds the resolved config, logs, metrics, checkpoints and Redis' files."""
+
+    dir: Path = Path("runs/default")
+    seed: int = Field(0, ge=0)
+
+
+class ModelConfig(Section):
+    """`source`: "bundled" (SmolLM2-135M-Instruct), a local Hugging Face directory, or a hub id."""
+
+    source: str = "bundled"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+
+class DataConfig(Section):
+    """Prompts. `source`: "reasoning-gym:NAME", a .jsonl or .parquet file, or a data set's name for `datasets`.
+
+    template: a format string over the columns, for sources whose prompt is more than one column.
+    system: system message of the chat, none where empty.
+    holdout: prompts kept for evaluation, never trained on.
+    """
+
+    source: str = "reasoning-gym:basic_arithmetic"
+    options: dict[str, str | int | float | bool | list[str]] = Field(default_factory=dict)
+    subset: str | None = None
+    split: str = "train"
+    prompt_column: str = "question"
+    answer_column: str = "answer"
+    template: str = "{prompt}"
+    system: str = ""
+    size: int = Field(10_000, ge=1)
+    holdout: int = Field(200, ge=0)
+    max_prompt_tokens: int = Field(1024, ge=1)
+
+
+class SamplingConfig(Section):
+    """The law that training samples from. Penalties and logit bias are not offered here: the learner could
+    not recompute their law from a trajectory alone."""
+
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    max_new_tokens: int = Field(128, ge=1)
+    stop: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _top_k_is_off_or_positive(self) -> SamplingConfig:
+        if self.top_k == 0:
+            raise ValueError("top_k must be -1 (off) or at least 1")
+        return self
+
+    def to_params(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            max_new_tokens=self.max_new_tokens,
+            stop=self.stop,
+        )
+
+
+class RewardConfig(Section):
+    """`verifier`: "math" (math-verify), "exact" (last number or stripped text), or "package.module:function"
+    taking (completion: str, answer: str) and returning a float."""
+
+    verifier: str = "math"
+    workers: int = Field(1, ge=1, le=64)
+    timeout_seconds: float = Field(5.0, gt=0)
+    retries: int = Field(1, ge=0)
+
+
+class EngineConfig(Section):
+    """SGLang. threads: OpenMP threads on a CPU (0: half of the cores). args: passed to `sgl.Engine` as they are."""
+
+    threads: int = Field(0, ge=0)
+    cpus: tuple[int, ...] = ()
+    max_running_requests: int = Field(32, ge=1)
+    max_total_tokens: int = Field(16_384, ge=64)
+    context_length: int = Field(2048, ge=16)
+    start_timeout_seconds: float = Field(300.0, gt=0)
+    args: dict[str, str | int | float | bool] = Field(default_factory=dict)
+
+
+class RolloutConfig(Section):
+    """One rollout worker. groups_in_flight: leases held at once. port 0 takes a free one."""
+
+    host: str = "127.0.0.1"
+    port: Port = 0
+    advertise: str | None = None
+    groups_in_flight: int = Field(8, ge=1)
+    pause_mode: Literal["retract", "in_place"] = "retract"
+    metrics_port: Port = 0
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+
+
+class LossConfig(Section):
+    """GRPO. kind, correction and the bounds are those of `specroll_core/grpo.py`.
+
+    clip_low, clip_high: PPO's lower and upper epsilon. cap: upper bound of the importance weight for
+    `decoupled` (5) and `tis` (2); band: inside which `icepop` keeps a token.
+    """
+
+    kind: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = "grpo"
+    correction: Literal["decoupled", "tis", "icepop", "none"] = "decoupled"
+    level: Literal["token", "sequence"] = "token"
+    normalise: Literal["std", "none"] = "std"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    cap: float | None = Field(None, gt=0)
+    band: tuple[float, float] = (0.5, 5.0)
+    beta: float = Field(0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _band_is_ordered(self) -> LossConfig:
+        if not 0 <= self.band[0] < self.band[1]:
+            raise ValueError("band must hold two numbers, the lower one first")
+        return self
+
+
+class LearnerConfig(Section):
+    """batch_groups: prompt groups in one step. group_size: completions per prompt. max_staleness: policy versions between a
+    trajectory's oldest token and the step that trains on it; 0 is synchronous."""
+
+    host: str = "127.0.0.1"
+    port: Port = 0
+    advertise: str | None = None
+    metrics_port: Port = 0
+    steps: int = Field(30, ge=1)
+    batch_groups: int = Field(8, ge=1)
+    group_size: int = Field(8, ge=1)
+    max_staleness: int = Field(1, ge=0)
+    publish_every: int = Field(1, ge=1)
+    learning_rate: float = Field(2e-5, gt=0)
+    warmup_steps: int = Field(2, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = Field(1.0, gt=0)
+    minibatches: int = Field(1, ge=1)
+    micro_batch_groups: int = Field(1, ge=1)
+    threads: int = Field(0, ge=0)
+    cpus: tuple[int, ...] = ()
+    device: str = "auto"
+    checkpoint_every: int = Field(10, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)
+    lease_seconds: float = Field(120.0, gt=0)
+    heartbeat_seconds: float = Field(2.0, gt=0)
+    batch_timeout_seconds: float = Field(600.0, gt=0)
+    loss: LossConfig = Field(default_factory=LossConfig)
+
+
+class EvalConfig(Section):
+    """every: steps between evaluations on held-out prompts; 0 evaluates before and after only."""
+
+    every: int = Field(0, ge=0)
+    prompts: int = Field(200, ge=0)
+    temperature: float = Field(1.0, ge=0)
+
+
+class RedisConfig(Section):
+    """url empty: the launcher starts an embedded server under the run directory.
+
+    The password comes from the URL or, better, from the environment variable SPECROLL_REDIS_PASSWORD.
+    """
+
+    url: SecretStr = SecretStr("")
+    max_groups: int = Field(1024, ge=1)
+    max_bytes: int = Field(256 * 2**20, ge=2**20)
+    reclaim_idle_seconds: float = Field(30.0, gt=0)
+    max_deliveries: int = Field(3, ge=1)
+    connect_timeout_seconds: float = Field(10.0, gt=0)
+
+
+class SecurityConfig(Section):
+    """Beyond loopback, gRPC needs a token (SPECROLL_GRPC_TOKEN) and Redis a password, unless this says otherwise."""
+
+    allow_insecure: bool = False
+
+
+class LoggingConfig(Section):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    tensorboard: bool = False
+
+
+class Config(Section):
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    redis: RedisConfig = Field(default_factory=RedisConfig)
+    security: SecurityConfig = Field(default_factory=SecurityConfig)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+
+    @model_validator(mode="after")
+    def _staleness_allows_the_publication_interval(self) -> Config:
+        # The workers' weights are up to publish_every - 1 steps old even when nothing is in flight.
+        if self.learner.max_staleness < self.learner.publish_every - 1:
+            raise ValueError(
+                f"learner.max_staleness = {self.learner.max_staleness} must be at least learner.publish_every - 1 = "
+                f"{self.learner.publish_every - 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_prompt_fits_the_engine(self) -> Config:
+        need = self.data.max_prompt_tokens + self.sampling.max_new_tokens
+        if need > self.rollout.engine.context_length:
+            raise ValueError(
+                f"data.max_prompt_tokens + sampling.max_new_tokens = {need} exceeds "
+                f"rollout.engine.context_length = {self.rollout.engine.context_length}"
+            )
+        return self
