@@ -107,7 +107,13 @@ class EngineConfig(Section):
 
 
 class RolloutConfig(Section):
-    """One rollout worker. groups_in_flight: leases held at once. port 0 takes a free one."""
+    """One rollout worker. groups_in_flight: leases held at once. port 0 takes a free one.
+
+    learner: the learner's host:port, set by the launcher on one machine. advertise: the host name under which
+    the learner reaches this worker, where it is not `host`.
+    """
+
+    learner: str = "127.0.0.1:50051"
 
     host: str = "127.0.0.1"
     port: Port = 0
@@ -167,7 +173,7 @@ class LearnerConfig(Section):
     device: str = "auto"
     checkpoint_every: int = Field(10, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
-    lease_seconds: float = Field(120.0, gt=0)
+    lease_seconds: float = Field(30.0, gt=0)
     heartbeat_seconds: float = Field(2.0, gt=0)
     batch_timeout_seconds: float = Field(600.0, gt=0)
     loss: LossConfig = Field(default_factory=LossConfig)
