@@ -29,6 +29,8 @@ from typing import Any
 
 Verifier = Callable[[str, str], float]
 
+BUILT_IN = ("math", "exact")
+
 # Relative difference up to which two numbers are equal. A rounded decimal may stand for a fraction (0.033333 for
 # 1/30), and math-verify has already required six equal decimals.
 EXACT_TOLERANCE = 1e-12
@@ -38,7 +40,7 @@ _BARE_FORMULA = re.compile(r"\\[a-zA-Z]+|\bpi\b|\bsqrt\s*\(")
 _MATH_MODE = re.compile(r"\$|\\\[|\\\(|\\boxed")
 _LEAD_IN = re.compile(r".*(?:\bis\b|\bequals\b|:)\s*", re.DOTALL)
 _NUMBER = r"[-+]?(?:\d[\d,  ]*(?:\.\d*)?|\.\d+)"
-_PLAIN_NUMBER = re.compile(rf"{_NUMBER}(?:\s*\\?%)?(?:\s*(?:\\times|\\cdot|\*|×)\s*10\^\{{?-?\d+\}}?)?")
+_PLAIN_NUMBER = re.compile(rf"{_NUMBER}(?:\s*\\?%)?(?:\s*(?:\\times|\\cdot|\*|\u00d7)\s*10\^\{{?-?\d+\}}?)?")
 _FRACTION = re.compile(r"[-+]?(?:\d+\s*/\s*\d+|\\[dt]?frac\{?\d+\}?\{?\d+\}?)")
 _INTEGER = re.compile(r"[-+]?\d[\d,]*")
 _LAST_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)")
@@ -55,7 +57,7 @@ def resolve(name: str) -> Verifier:
         raise ValueError(f"reward.verifier = {name!r} must be 'math', 'exact' or 'package.module:function'.")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # noqa: BLE001 - importing a user's module can raise anything
+    except Exception as error:  # importing a user's module can raise anything
         raise ValueError(f"reward.verifier = {name!r} cannot be imported: {type(error).__name__}: {error}.") from error
     try:
         inspect.signature(function).bind("completion", "answer")
@@ -128,7 +130,7 @@ class MathVerifier:
         same = self._library.verify(expected, given, timeout_seconds=None)
         expected, given = self._right_hand_side(expected), self._right_hand_side(given)
         if not (isinstance(expected, self._sympy.Expr) and isinstance(given, self._sympy.Expr)):
-            return same
+            return bool(same)
         if same:
             return self._close(expected, given)
         return self._equal_for_positive_symbols(expected, given)
