@@ -18,7 +18,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -110,7 +110,7 @@ class RolloutConfig(Section):
     """One rollout worker. groups_in_flight: leases held at once. port 0 takes a free one.
 
     learner: the learner's host:port, set by the launcher on one machine. advertise: the host name under which
-    the learner reaches this worker, where it is not `host`.
+    the learner reaches this worker, where it is not `host`. cache: policy files received over the wire.
     """
 
     learner: str = "127.0.0.1:50051"
@@ -118,7 +118,9 @@ class RolloutConfig(Section):
     host: str = "127.0.0.1"
     port: Port = 0
     advertise: str | None = None
+    cache: Path = Path("runs/rollout-cache")
     groups_in_flight: int = Field(8, ge=1)
+    learner_timeout_seconds: float = Field(60.0, gt=0)
     pause_mode: Literal["retract", "in_place"] = "retract"
     metrics_port: Port = 0
     engine: EngineConfig = Field(default_factory=EngineConfig)
@@ -128,7 +130,9 @@ class LossConfig(Section):
     """GRPO. kind, correction and the bounds are those of `specroll_core/grpo.py`.
 
     clip_low, clip_high: PPO's lower and upper epsilon. cap: upper bound of the importance weight for
-    `decoupled` (5) and `tis` (2); band: inside which `icepop` keeps a token.
+    `decoupled` (5) and `tis` (2); band: inside which `icepop` keeps a token. normalise: what advantages are divided
+    by; `dr_grpo` never divides. overlong_buffer: `dapo` lowers the reward linearly, to -1, over that many tokens
+    before sampling.max_new_tokens; 0 is off. beta: weight of the KL to the model that the run started from.
     """
 
     kind: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = "grpo"
@@ -140,12 +144,23 @@ class LossConfig(Section):
     cap: float | None = Field(None, gt=0)
     band: tuple[float, float] = (0.5, 5.0)
     beta: float = Field(0.0, ge=0)
+    overlong_buffer: int = Field(0, ge=0)
 
     @model_validator(mode="after")
     def _band_is_ordered(self) -> LossConfig:
         if not 0 <= self.band[0] < self.band[1]:
             raise ValueError("band must hold two numbers, the lower one first")
         return self
+
+
+class SfpoConfig(Section):
+    """Slow-fast policy optimisation, `specroll_core/sfpo.py`. steps: fast updates on each batch, 0 turns it off.
+    window, tau: steps whose entropies are remembered, and the z-score from which on alpha is 0."""
+
+    steps: int = Field(0, ge=0)
+    alpha: float = Field(0.8, gt=0, le=1)
+    window: int = Field(10, ge=2)
+    tau: float = Field(2.0, gt=0)
 
 
 class LearnerConfig(Section):
@@ -177,6 +192,13 @@ class LearnerConfig(Section):
     heartbeat_seconds: float = Field(2.0, gt=0)
     batch_timeout_seconds: float = Field(600.0, gt=0)
     loss: LossConfig = Field(default_factory=LossConfig)
+    sfpo: SfpoConfig = Field(default_factory=SfpoConfig)
+
+    @model_validator(mode="after")
+    def _sfpo_takes_the_batch_whole(self) -> LearnerConfig:
+        if self.sfpo.steps and self.minibatches > 1:
+            raise ValueError("learner.sfpo.steps needs learner.minibatches = 1: its fast updates see the whole batch")
+        return self
 
 
 class EvalConfig(Section):
@@ -233,6 +255,13 @@ class Config(Section):
                 f"learner.max_staleness = {self.learner.max_staleness} must be at least learner.publish_every - 1 = "
                 f"{self.learner.publish_every - 1}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _sfpo_can_see_the_entropy(self) -> Config:
+        law = self.sampling
+        if self.learner.sfpo.steps and (law.top_k != -1 or law.top_p < 1 or law.min_p > 0):
+            raise ValueError("learner.sfpo.steps needs sampling without top_k, top_p and min_p: it watches the entropy")
         return self
 
     @model_validator(mode="after")

@@ -1,0 +1,146 @@
+"""`specroll`: the command line. Heavy modules are imported inside the commands, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+app = typer.Typer(
+    name="specroll",
+    help="Asynchronous GRPO for language models with fast, lossless rollouts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+model_app = typer.Typer(help="Model directories.", no_args_is_help=True)
+queue_app = typer.Typer(help="Look into the queue of a run.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+app.add_typer(queue_app, name="queue")
+
+Overrides = Annotated[
+    list[str], typer.Option("--set", metavar="SECTION.NAME=VALUE", help="Overrides one setting; may be repeated.")
+]
+ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML configuration.")]
+RunOption = Annotated[Path, typer.Option("--run", metavar="DIR", help="Run directory.")]
+
+USAGE_ERROR = 2
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Configuration of the run.")],
+    set_: Overrides = [],  # noqa: B006  typer copies it
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in run.dir.")] = False,
+) -> None:
+    """Trains on this machine: starts Redis, a rollout worker and the learner, and watches over them."""
+    from services.launcher import train as run
+
+    raise typer.Exit(_checked(lambda: run(config, set_, resume=resume)))
+
+
+@app.command()
+def learner(
+    config: ConfigOption = None,
+    set_: Overrides = [],  # noqa: B006
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")] = False,
+) -> None:
+    """Runs the learner service alone."""
+    from services.learner.main import main as run
+
+    raise typer.Exit(_checked(lambda: run(config, set_, resume=resume)))
+
+
+@app.command()
+def rollout(config: ConfigOption = None, set_: Overrides = []) -> None:  # noqa: B006
+    """Runs one rollout worker alone."""
+    from services.rollout.main import main as run
+
+    raise typer.Exit(_checked(lambda: run(config, set_)))
+
+
+@model_app.command("fetch")
+def model_fetch(
+    source: Annotated[str, typer.Argument(help='"bundled", a directory, or a hub id.')] = "bundled",
+) -> None:
+    """Brings a model to this machine, or checks the one that is here, and prints its directory."""
+    from services.models import fetch_model
+
+    def run() -> int:
+        typer.echo(fetch_model(source))
+        return 0
+
+    raise typer.Exit(_checked(run))
+
+
+@app.command()
+def status(learner_address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The learner's address.")]) -> None:
+    """Asks a learner where it stands."""
+    from services.inspect_run import print_status
+
+    raise typer.Exit(_checked(lambda: print_status(learner_address)))
+
+
+@app.command()
+def health(address: Annotated[str, typer.Argument(metavar="HOST:PORT")]) -> None:
+    """Exit code 0 when the service at this address says that it serves: for container health checks."""
+    from services.inspect_run import check_health
+
+    raise typer.Exit(_checked(lambda: check_health(address)))
+
+
+@queue_app.command("ls")
+def queue_ls(run: RunOption) -> None:
+    """Entries, bytes, pending and dead letters of the run's queue."""
+    from services.inspect_run import queue_ls as show
+
+    raise typer.Exit(_checked(lambda: show(run)))
+
+
+@queue_app.command("show")
+def queue_show(run: RunOption, entry_id: Annotated[str, typer.Argument(help="Entry id, as `queue ls` prints it.")]) -> None:
+    """One entry in words."""
+    from services.inspect_run import queue_show as show
+
+    raise typer.Exit(_checked(lambda: show(run, entry_id)))
+
+
+@queue_app.command("dead")
+def queue_dead(run: RunOption) -> None:
+    """Dead letters and why they died."""
+    from services.inspect_run import queue_dead as show
+
+    raise typer.Exit(_checked(lambda: show(run)))
+
+
+@queue_app.command("requeue")
+def queue_requeue(run: RunOption, entry_id: Annotated[str, typer.Argument(help="Id of the dead letter.")]) -> None:
+    """Puts a dead letter back into the queue."""
+    from services.inspect_run import queue_requeue as requeue
+
+    raise typer.Exit(_checked(lambda: requeue(run, entry_id)))
+
+
+def _checked(run: Callable[[], int]) -> int:
+    """The command's exit code; a user's mistake becomes one sentence per problem on stderr and exit code 2."""
+    try:
+        return run()
+    except ValueError as error:
+        # ConfigError, ContractError and the like: raised for what the user can put right.
+        if os.environ.get("SPECROLL_TRACEBACK"):
+            raise
+        typer.echo(f"specroll: {error}", err=True)
+        return USAGE_ERROR
+
+
+def main() -> NoReturn:
+    app()
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

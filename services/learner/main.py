@@ -1,0 +1,34 @@
+"""Starts the learner service: `specroll learner`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.config_loader import load_config
+from services.machine import limit_threads
+from services.models import fetch_model
+from services.run_dir import RunDir
+from services.service_main import service_main
+
+
+def main(path: Path | None, overrides: Sequence[str], *, resume: bool) -> int:
+    config = load_config(path, overrides)
+    # Before torch is imported: OpenMP reads its settings once.
+    limit_threads(config.learner.threads, config.learner.cpus)
+    run_dir = RunDir(config.run.dir)
+    if not run_dir.exists or resume:
+        run_dir.create(config, resume=resume and run_dir.exists)
+    model_dir = fetch_model(config.model.source)
+
+    def run(stop: threading.Event) -> None:
+        from services.learner.service import Learner
+
+        learner = Learner(config, model_dir, resume=resume, stop=stop)
+        try:
+            learner.finish(learner.run())
+        finally:
+            learner.close()
+
+    return service_main("learner", config.logging.level, run)

@@ -1,0 +1,31 @@
+"""Shares one machine's processors between an engine and a learner."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+
+def cores() -> list[int]:
+    """The processors that this process may use."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def half_of_the_cores() -> int:
+    return max(1, len(cores()) // 2)
+
+
+def limit_threads(threads: int, cpus: Sequence[int]) -> None:
+    """Gives this process and its children their own threads, 0 for half of the cores, and processors where named.
+
+    OpenMP's threads spin while they wait: an engine and a learner that each start one per core hold each other
+    up. Call it before torch is imported.
+    """
+    count = threads or half_of_the_cores()
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[variable] = str(count)
+    if cpus:
+        missing = set(cpus) - set(cores())
+        if missing:
+            raise ValueError(f"cpus names processors that this machine does not offer: {sorted(missing)}")
+        os.sched_setaffinity(0, cpus)

@@ -1,0 +1,115 @@
+"""RolloutService: generation for clients, evaluation groups, policy updates."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+
+import grpc
+
+from services.common.artifacts import ArtifactError
+from services.common.wire import (
+    finish_reason_to_proto,
+    prompt_group_from_proto,
+    sampling_from_proto,
+    span_to_proto,
+    spec_to_proto,
+    trajectory_group_to_proto,
+)
+from services.rollout.engine import RolloutEngine
+from services.rollout.group_runner import GroupRunner
+from services.rollout.policy import Served, ServedPolicy
+from services.rollout.policy_store import PolicyStore
+from services.rollout.prompt_loop import PromptLoop
+from specroll.v1 import rollout_pb2, rollout_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+_PAUSE_MODES = {
+    rollout_pb2.PauseMode.PAUSE_MODE_RETRACT: "retract",
+    rollout_pb2.PauseMode.PAUSE_MODE_IN_PLACE: "in_place",
+}
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """Runs on the worker's event loop, beside the prompt loop, on the same engine."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        runner: GroupRunner,
+        policy: ServedPolicy,
+        store: PolicyStore,
+        loop: PromptLoop,
+        *,
+        worker_id: str,
+    ) -> None:
+        self._engine = engine
+        self._runner = runner
+        self._policy = policy
+        self._store = store
+        self._loop = loop
+        self._worker_id = worker_id
+
+    async def Generate(self, request, context) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        request_id = request.request_id or f"generate-{secrets.token_hex(8)}"
+        try:
+            sampling = sampling_from_proto(request.sampling)
+            async for delta in self._engine.stream(tuple(request.prompt_ids), sampling, request_id=request_id):
+                response = rollout_pb2.GenerateResponse(token_ids=delta.token_ids, logprobs=delta.logprobs)
+                if delta.completion is not None:
+                    response.finish_reason = finish_reason_to_proto(delta.completion.finish_reason)
+                    response.policy_version_spans.extend(map(span_to_proto, delta.completion.policy_version_spans))
+                    response.spec.CopyFrom(spec_to_proto(delta.completion.spec))
+                yield response
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except asyncio.CancelledError:
+            await self._engine.abort(request_id)  # the client went away
+            raise
+
+    async def SampleGroup(self, request, context):
+        try:
+            group = await self._runner.run(prompt_group_from_proto(request))
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except ExceptionGroup as failed:
+            cause = failed.exceptions[0]
+            code = grpc.StatusCode.INVALID_ARGUMENT if isinstance(cause, ValueError) else grpc.StatusCode.INTERNAL
+            await context.abort(code, str(cause))
+        return trajectory_group_to_proto(group)
+
+    async def UpdatePolicy(self, request_iterator, context):
+        header = (await anext(aiter(request_iterator))).header
+        ref = header.policy
+        if not ref.digest:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a header with a policy")
+        served = Served(ref.version, ref.digest)
+        try:
+            if ref.path:
+                model_dir = await asyncio.to_thread(self._store.at_path, ref)
+                if model_dir is None:
+                    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{ref.path} cannot be read here")
+            else:
+                chunks = (message.chunk async for message in request_iterator)
+                model_dir = await self._store.from_async_chunks(ref, chunks)
+            report = await self._policy.load(model_dir, served, pause_mode=_PAUSE_MODES.get(header.pause_mode))
+        except (ArtifactError, ValueError) as error:
+            log.error("policy version %d is refused, version %d goes on: %s", ref.version, self._policy.served.version, error)
+            await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
+        return rollout_pb2.UpdatePolicyResponse(
+            policy_version=served.version, pause_seconds=report.pause_seconds, in_flight=report.in_flight
+        )
+
+    async def GetStatus(self, request, context):
+        status = await self._engine.status()
+        return rollout_pb2.RolloutStatus(
+            worker_id=self._worker_id,
+            policy_version=self._policy.served.version,
+            running=status.running,
+            groups_in_flight=self._loop.in_flight,
+            tokens_total=status.tokens_total,
+            ready=True,
+        )
