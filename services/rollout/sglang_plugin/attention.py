@@ -1,0 +1,268 @@
+"""Attention on a CPU in plain PyTorch: prefill, decode, and verification of trees.
+
+SGLang's `torch_native` backend loops over requests, copies keys and values once per query head of a group,
+recomputes the queries of the cached prefix on every extend, and knows no tree masks. Here:
+
+- the query heads that share a key head become rows of one attention problem, so nothing is copied per head;
+- which slots each request reads, and its mask, are found once per forward, not once per layer;
+- requests are attended to together, padded to the longest of a chunk, as long as a chunk fits the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+# Keys and values of one chunk, both together: past the second-level cache a gather costs more than a loop.
+_CHUNK_BYTES = 1 << 20
+# Up to this many query tokens the heads of a group are folded into one call; longer ones are called one by one,
+# so that causal calls can skip the upper half.
+_FOLD_QUERIES = 64
+
+
+@dataclass
+class Chunk:
+    """`requests` attention problems of the same size, solved in one call.
+
+    rows: where their queries lie in the batch, `requests * queries` of them, request by request.
+    slots: [requests * keys] int64, the pool slots read, padded with a slot of the same request.
+    mask: [requests, 1, queries, keys] added to the scores, None where every key is seen.
+    causal: the mask is the plain lower triangle and `mask` is None.
+    """
+
+    rows: slice | Tensor
+    slots: Tensor
+    requests: int
+    queries: int
+    keys: int
+    mask: Tensor | None = None
+    causal: bool = False
+    _folded: dict[int, Tensor] = field(default_factory=dict)
+
+    def folded_mask(self, group: int) -> Tensor | None:
+        """The mask for queries ordered [group, queries], built once and used in every layer."""
+        if self.mask is None or self.queries == 1 or group == 1:
+            return self.mask
+        if group not in self._folded:
+            self._folded[group] = self.mask.repeat(1, 1, group, 1)
+        return self._folded[group]
+
+
+class TorchTreeAttention(TorchNativeAttnBackend):
+    def __init__(self, model_runner) -> None:
+        super().__init__(model_runner)
+        self.chunks: list[Chunk] = []
+        self.dtype = model_runner.dtype
+        pool = self.token_to_kv_pool
+        slot_bytes = 2 * pool.head_num * pool.head_dim * pool.store_dtype.itemsize
+        self.chunk_keys = max(1, _CHUNK_BYTES // slot_bytes)
+
+    def init_forward_metadata(self, forward_batch) -> None:
+        super().init_forward_metadata(forward_batch)
+        mode = forward_batch.forward_mode
+        self.chunks = []
+        if mode.is_idle():
+            return
+        table = self.req_to_token_pool.req_to_token
+        requests = forward_batch.req_pool_indices.tolist()
+        lengths = forward_batch.seq_lens.tolist()
+        if mode.is_target_verify():
+            spec = forward_batch.spec_info
+            self.chunks = plan_verify(
+                table, requests, lengths, spec.draft_token_num, spec.custom_mask, self.dtype, self.chunk_keys
+            )
+        elif mode.is_decode():
+            self.chunks = plan_decode(table, requests, lengths, self.dtype, self.chunk_keys)
+        else:
+            prefixes = forward_batch.extend_prefix_lens.tolist()
+            self.chunks = plan_extend(table, requests, lengths, prefixes, self.dtype)
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True) -> Tensor:
+        if _plain(layer):
+            return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+        assert not forward_batch.forward_mode.is_target_verify(), "windowed layers cannot verify trees"
+        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True) -> Tensor:
+        if _plain(layer):
+            return self._attend(q, k, v, layer, forward_batch, save_kv_cache)
+        return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def _attend(self, q, k, v, layer, forward_batch, save_kv_cache: bool) -> Tensor:
+        """q: [T, query heads * D]; k, v: [T, key heads, D]. Returns [T, query heads * value D]."""
+        if save_kv_cache and k is not None:
+            location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+        return attend(
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+            self.chunks,
+            layer.scaling,
+        )
+
+
+def _plain(layer) -> bool:
+    """Whether a layer is causal self-attention over the whole context."""
+    window = layer.sliding_window_size
+    return (
+        layer.attn_type == AttentionType.DECODER
+        and not layer.is_cross_attention
+        and (window is None or window <= -1)
+        and not layer.logit_cap
+    )
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, chunks: list[Chunk], scale: float) -> Tensor:
+    """Attention of a whole batch over a paged pool.
+
+    q: [T, query heads, D]; keys, values: [slots, key heads, D or value D]. Returns [T, query heads * value D].
+    """
+    heads, key_heads, value_dim = q.shape[1], keys.shape[1], values.shape[2]
+    outputs = [
+        _attend_chunk(q, keys, values, chunk, scale).reshape(-1, heads * value_dim).to(q.dtype) for chunk in chunks
+    ]
+    if len(chunks) == 1 and isinstance(chunks[0].rows, slice):
+        return outputs[0]
+    out = q.new_empty(q.shape[0], heads * value_dim)
+    for chunk, output in zip(chunks, outputs, strict=True):
+        out[chunk.rows] = output
+    assert heads % key_heads == 0
+    return out
+
+
+def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, chunk: Chunk, scale: float) -> Tensor:
+    """Returns [requests, queries, key heads, group, value D], which is also the order of the query heads."""
+    b, n, length = chunk.requests, chunk.queries, chunk.keys
+    key_heads = keys.shape[1]
+    group = q.shape[1] // key_heads
+    k = keys.index_select(0, chunk.slots).view(b, length, key_heads, -1).transpose(1, 2)
+    v = values.index_select(0, chunk.slots).view(b, length, key_heads, -1).transpose(1, 2)
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    rows = q[chunk.rows].view(b, n, key_heads, group, -1).permute(0, 2, 3, 1, 4)  # [b, key heads, group, n, D]
+    if n == 1 or (n <= _FOLD_QUERIES and not chunk.causal):
+        folded = rows.reshape(b, key_heads, group * n, -1)
+        mask = chunk.folded_mask(group)
+        out = scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale).view(b, key_heads, group, n, -1)
+    else:
+        out = torch.stack(
+            [
+                scaled_dot_product_attention(
+                    rows[:, :, g], k, v, attn_mask=chunk.mask, is_causal=chunk.causal, scale=scale
+                )
+                for g in range(group)
+            ],
+            dim=2,
+        )
+    return out.permute(0, 3, 1, 2, 4)
+
+
+def plan_decode(
+    table: Tensor, requests: list[int], lengths: list[int], dtype: torch.dtype, chunk_keys: int
+) -> list[Chunk]:
+    """One query per request, over all of its keys. table: [requests, context], the slots of each position."""
+    return _plan(table, requests, lengths, 1, None, dtype, chunk_keys)
+
+
+def plan_verify(
+    table: Tensor,
+    requests: list[int],
+    lengths: list[int],
+    nodes: int,
+    tree_mask: Tensor,
+    dtype: torch.dtype,
+    chunk_keys: int,
+) -> list[Chunk]:
+    """`nodes` queries per request: each sees the `lengths[r]` keys before the tree, and its ancestors.
+
+    tree_mask: bool, True where a node sees another one. Either [requests, nodes, nodes], the tree alone, or
+    SGLang's full form: for each request [nodes, length + nodes], all flattened one after the other.
+    """
+    b = len(requests)
+    if tree_mask.numel() == b * nodes * nodes:
+        trees = tree_mask.view(b, nodes, nodes)
+    else:
+        parts, at = [], 0
+        for length in lengths:
+            size = nodes * (length + nodes)
+            parts.append(tree_mask[at : at + size].view(nodes, length + nodes)[:, length:])
+            at += size
+        assert at == tree_mask.numel(), "the mask is neither of the trees nor of the whole sequences"
+        trees = torch.stack(parts)
+    return _plan(table, requests, [length + nodes for length in lengths], nodes, trees, dtype, chunk_keys)
+
+
+def plan_extend(
+    table: Tensor, requests: list[int], lengths: list[int], prefixes: list[int], dtype: torch.dtype
+) -> list[Chunk]:
+    """`lengths[r] - prefixes[r]` queries per request, causal, after a prefix that is in the pool already."""
+    chunks, at = [], 0
+    for request, length, prefix in zip(requests, lengths, prefixes, strict=True):
+        n = length - prefix
+        if n:
+            mask = None
+            if prefix and n > 1:
+                seen = torch.ones(n, length, dtype=torch.bool).tril(prefix)
+                mask = _additive(seen, dtype)[None, None]
+            slots = table[request, :length].long()
+            chunks.append(Chunk(slice(at, at + n), slots, 1, n, length, mask, causal=prefix == 0 and n > 1))
+        at += n
+    return chunks
+
+
+def _plan(
+    table: Tensor,
+    requests: list[int],
+    lengths: list[int],
+    n: int,
+    trees: Tensor | None,
+    dtype: torch.dtype,
+    chunk_keys: int,
+) -> list[Chunk]:
+    """Chunks of requests of similar length. trees: [requests, n, n] bool over the last n keys, or None."""
+    chunks = []
+    for members in _similar(lengths, chunk_keys):
+        longest = max(lengths[i] for i in members)
+        index = torch.tensor(members)
+        slots = table[[requests[i] for i in members], :longest].long()
+        padded = any(lengths[i] != longest for i in members)
+        mask = None
+        if padded or trees is not None:
+            ends = torch.tensor([lengths[i] for i in members])
+            seen = (torch.arange(longest) < ends[:, None])[:, None].expand(-1, n, -1)
+            if trees is not None:
+                seen = seen.clone()
+                for row, i in enumerate(members):
+                    seen[row, :, lengths[i] - n : lengths[i]] = trees[i]
+            mask = _additive(seen, dtype)[:, None]
+            # Past a request's end the table holds whatever an earlier request left there, or nothing valid.
+            slots = torch.where(torch.arange(longest) < ends[:, None], slots, slots[:, :1])
+        if members == list(range(members[0], members[0] + len(members))):
+            rows: slice | Tensor = slice(members[0] * n, (members[-1] + 1) * n)
+        else:
+            rows = (index[:, None] * n + torch.arange(n)).view(-1)
+        chunks.append(Chunk(rows, slots.reshape(-1), len(members), n, longest, mask))
+    return chunks
+
+
+def _similar(lengths: list[int], chunk_keys: int) -> list[list[int]]:
+    """Splits requests into chunks of at most `chunk_keys` keys, padding included; a longer request is alone."""
+    if len(lengths) * max(lengths, default=0) <= chunk_keys:
+        return [list(range(len(lengths)))] if lengths else []
+    chunks: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if chunks and (len(chunks[-1]) + 1) * lengths[chunks[-1][0]] <= chunk_keys:
+            chunks[-1].append(i)
+        else:
+            chunks.append([i])
+    return [sorted(chunk) for chunk in chunks]
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))

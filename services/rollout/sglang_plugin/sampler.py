@@ -1,0 +1,90 @@
+"""The sampler: draws from the final law of `specroll_core/law.py` and reports its log-probabilities.
+
+SGLang's own sampler reports log-probabilities from before top-k, top-p and min-p, and on a CPU draws with
+`torch.multinomial`, which costs 0.8 ms a row. This one inverts the cumulative distribution at a number that
+depends on the request's seed and the token's position alone, so a seed is honoured in any batch.
+
+At temperature 0 the law is a point mass, and the reported log-probability is 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from services.rollout.sglang_plugin.counter_rng import uniforms
+from specroll_core.law import LawParams, final_logprobs, sample
+
+
+class LawSampler(Sampler):
+    """Penalties, logit bias and grammar masks are in the logits already when SGLang calls `forward`."""
+
+    def forward(
+        self,
+        logits_output: LogitsProcessorOutput,
+        sampling_info: SamplingBatchInfo,
+        return_logprob: bool,
+        top_logprobs_nums: list[int],
+        token_ids_logprobs: list[list[int]],
+        positions: torch.Tensor,
+        *,
+        logprob_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns [B] int64 token ids, and writes log-probabilities to `logits_output` when asked.
+
+        logits_output.next_token_logits: [B, V]; positions: [B], of the last token before the one drawn.
+        """
+        assert logprob_logits is None, "watermarks change the law and are refused when the engine starts"
+        assert sampling_info.sampling_mask_batch_indices is None, "sampling masks are not offered"
+        logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
+        logprobs = final_logprobs(logits, law_params(sampling_info))
+        if sampling_info.is_all_greedy:
+            tokens = logits.argmax(-1)
+        else:
+            tokens = sample(logprobs.exp(), uniforms(sampling_info.sampling_seed, positions))
+        if return_logprob:
+            self._report(logits_output, logprobs, tokens, top_logprobs_nums, token_ids_logprobs)
+        self._sync_token_ids_across_tp(tokens, sampling_info)
+        return tokens
+
+    def _report(
+        self,
+        logits_output: LogitsProcessorOutput,
+        logprobs: torch.Tensor,
+        tokens: torch.Tensor,
+        top_logprobs_nums: list[int],
+        token_ids_logprobs: list[list[int]],
+    ) -> None:
+        if any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs):
+            result = self.output_logprob_processor.compute_logprobs(
+                logprobs, top_logprobs_nums, token_ids_logprobs, tokens
+            )
+            result.write_output_to(logits_output)
+        else:
+            logits_output.next_token_logprobs = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def law_params(info: SamplingBatchInfo) -> LawParams:
+    """The rows' law as SGLang carries it: temperature 0 arrives as top_k 1, an absent top_k as a huge one."""
+    greedy = info.top_ks <= 1
+    temperatures = info.temperatures.view(-1)
+    on_cpu = temperatures.device.type == "cpu"
+    return LawParams(
+        temperature=torch.where(greedy, 0.0, temperatures) if info.is_any_greedy else temperatures,
+        top_k=info.top_ks.long(),
+        top_p=info.top_ps,
+        min_p=info.min_ps,
+        needs_filter=info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling,
+        all_greedy=info.is_all_greedy,
+        any_greedy=info.is_any_greedy,
+        # Reading a device here would stall it; a division by 1 does not.
+        any_scaled=not on_cpu or bool((temperatures != 1).any()),
+    )
+
+
+def set_request_seeds(info: SamplingBatchInfo, batch) -> None:
+    """Puts each request's own seed, [B] int64, where the sampler reads it; SGLang filters and merges it from there."""
+    seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=info.temperatures.device)
