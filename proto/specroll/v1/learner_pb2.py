@@ -26,7 +26,7 @@ from specroll.v1 import artifact_pb2 as specroll_dot_v1_dot_artifact__pb2
 from specroll.v1 import trajectory_pb2 as specroll_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19specroll/v1/learner.proto\x12\x0bspecroll.v1\x1a\x1aspecroll/v1/artifact.proto\x1a\x1cspecroll/v1/trajectory.proto\"L\n\x0fRegisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x15\n\rconfig_digest\x18\x03 \x01(\t\"z\n\x10RegisterResponse\x12(\n\x06policy\x18\x01 \x01(\x0b\x32\x18.specroll.v1.ArtifactRef\x12\x19\n\x11heartbeat_seconds\x18\x02 \x01(\x01\x12\x11\n\tredis_url\x18\x03 \x01(\t\x12\x0e\n\x06run_id\x18\x04 \x01(\t\"P\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\tlease_ids\x18\x02 \x03(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\"X\n\x11HeartbeatResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x19\n\x11\x65xpired_lease_ids\x18\x02 \x03(\t\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"h\n\x13LeasePromptsRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\x05\x12\x14\n\x0cwait_seconds\x18\x03 \x01(\x01\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\"R\n\x14LeasePromptsResponse\x12(\n\x06groups\x18\x01 \x03(\x0b\x32\x18.specroll.v1.PromptGroup\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"K\n\x13ReturnLeasesRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\tlease_ids\x18\x02 \x03(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x16\n\x14ReturnLeasesResponse\"%\n\x12\x46\x65tchPolicyRequest\x12\x0f\n\x07version\x18\x01 \x01(\x03\"\x16\n\x14LearnerStatusRequest\"\x9b\x01\n\rLearnerStatus\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x1a\n\x12leases_outstanding\x18\x04 \x01(\x03\x12\x15\n\rgranted_total\x18\x05 \x01(\x03\x12\x0f\n\x07workers\x18\x06 \x03(\t\x12\x10\n\x08\x66inished\x18\x07 \x01(\x08\x32\xe9\x03\n\x0eLearnerService\x12G\n\x08Register\x12\x1c.specroll.v1.RegisterRequest\x1a\x1d.specroll.v1.RegisterResponse\x12J\n\tHeartbeat\x12\x1d.specroll.v1.HeartbeatRequest\x1a\x1e.specroll.v1.HeartbeatResponse\x12S\n\x0cLeasePrompts\x12 .specroll.v1.LeasePromptsRequest\x1a!.specroll.v1.LeasePromptsResponse\x12S\n\x0cReturnLeases\x12 .specroll.v1.ReturnLeasesRequest\x1a!.specroll.v1.ReturnLeasesResponse\x12L\n\x0b\x46\x65tchPolicy\x12\x1f.specroll.v1.FetchPolicyRequest\x1a\x1a.specroll.v1.ArtifactChunk0\x01\x12J\n\tGetStatus\x12!.specroll.v1.LearnerStatusRequest\x1a\x1a.specroll.v1.LearnerStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19specroll/v1/learner.proto\x12\x0bspecroll.v1\x1a\x1aspecroll/v1/artifact.proto\x1a\x1cspecroll/v1/trajectory.proto\"L\n\x0fRegisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x15\n\rconfig_digest\x18\x03 \x01(\t\"z\n\x10RegisterResponse\x12(\n\x06policy\x18\x01 \x01(\x0b\x32\x18.specroll.v1.ArtifactRef\x12\x19\n\x11heartbeat_seconds\x18\x02 \x01(\x01\x12\x11\n\tredis_url\x18\x03 \x01(\t\x12\x0e\n\x06run_id\x18\x04 \x01(\t\"g\n\x10HeartbeatRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\tlease_ids\x18\x02 \x03(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x15\n\rpolicy_digest\x18\x04 \x01(\t\"X\n\x11HeartbeatResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x19\n\x11\x65xpired_lease_ids\x18\x02 \x03(\t\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"h\n\x13LeasePromptsRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61pacity\x18\x02 \x01(\x05\x12\x14\n\x0cwait_seconds\x18\x03 \x01(\x01\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\"R\n\x14LeasePromptsResponse\x12(\n\x06groups\x18\x01 \x03(\x0b\x32\x18.specroll.v1.PromptGroup\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"K\n\x13ReturnLeasesRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\tlease_ids\x18\x02 \x03(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x16\n\x14ReturnLeasesResponse\"%\n\x12\x46\x65tchPolicyRequest\x12\x0f\n\x07version\x18\x01 \x01(\x03\"\x16\n\x14LearnerStatusRequest\"\x9b\x01\n\rLearnerStatus\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x1a\n\x12leases_outstanding\x18\x04 \x01(\x03\x12\x15\n\rgranted_total\x18\x05 \x01(\x03\x12\x0f\n\x07workers\x18\x06 \x03(\t\x12\x10\n\x08\x66inished\x18\x07 \x01(\x08\x32\xe9\x03\n\x0eLearnerService\x12G\n\x08Register\x12\x1c.specroll.v1.RegisterRequest\x1a\x1d.specroll.v1.RegisterResponse\x12J\n\tHeartbeat\x12\x1d.specroll.v1.HeartbeatRequest\x1a\x1e.specroll.v1.HeartbeatResponse\x12S\n\x0cLeasePrompts\x12 .specroll.v1.LeasePromptsRequest\x1a!.specroll.v1.LeasePromptsResponse\x12S\n\x0cReturnLeases\x12 .specroll.v1.ReturnLeasesRequest\x1a!.specroll.v1.ReturnLeasesResponse\x12L\n\x0b\x46\x65tchPolicy\x12\x1f.specroll.v1.FetchPolicyRequest\x1a\x1a.specroll.v1.ArtifactChunk0\x01\x12J\n\tGetStatus\x12!.specroll.v1.LearnerStatusRequest\x1a\x1a.specroll.v1.LearnerStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,23 +38,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTERRESPONSE']._serialized_start=178
   _globals['_REGISTERRESPONSE']._serialized_end=300
   _globals['_HEARTBEATREQUEST']._serialized_start=302
-  _globals['_HEARTBEATREQUEST']._serialized_end=382
-  _globals['_HEARTBEATRESPONSE']._serialized_start=384
-  _globals['_HEARTBEATRESPONSE']._serialized_end=472
-  _globals['_LEASEPROMPTSREQUEST']._serialized_start=474
-  _globals['_LEASEPROMPTSREQUEST']._serialized_end=578
-  _globals['_LEASEPROMPTSRESPONSE']._serialized_start=580
-  _globals['_LEASEPROMPTSRESPONSE']._serialized_end=662
-  _globals['_RETURNLEASESREQUEST']._serialized_start=664
-  _globals['_RETURNLEASESREQUEST']._serialized_end=739
-  _globals['_RETURNLEASESRESPONSE']._serialized_start=741
-  _globals['_RETURNLEASESRESPONSE']._serialized_end=763
-  _globals['_FETCHPOLICYREQUEST']._serialized_start=765
-  _globals['_FETCHPOLICYREQUEST']._serialized_end=802
-  _globals['_LEARNERSTATUSREQUEST']._serialized_start=804
-  _globals['_LEARNERSTATUSREQUEST']._serialized_end=826
-  _globals['_LEARNERSTATUS']._serialized_start=829
-  _globals['_LEARNERSTATUS']._serialized_end=984
-  _globals['_LEARNERSERVICE']._serialized_start=987
-  _globals['_LEARNERSERVICE']._serialized_end=1476
+  _globals['_HEARTBEATREQUEST']._serialized_end=405
+  _globals['_HEARTBEATRESPONSE']._serialized_start=407
+  _globals['_HEARTBEATRESPONSE']._serialized_end=495
+  _globals['_LEASEPROMPTSREQUEST']._serialized_start=497
+  _globals['_LEASEPROMPTSREQUEST']._serialized_end=601
+  _globals['_LEASEPROMPTSRESPONSE']._serialized_start=603
+  _globals['_LEASEPROMPTSRESPONSE']._serialized_end=685
+  _globals['_RETURNLEASESREQUEST']._serialized_start=687
+  _globals['_RETURNLEASESREQUEST']._serialized_end=762
+  _globals['_RETURNLEASESRESPONSE']._serialized_start=764
+  _globals['_RETURNLEASESRESPONSE']._serialized_end=786
+  _globals['_FETCHPOLICYREQUEST']._serialized_start=788
+  _globals['_FETCHPOLICYREQUEST']._serialized_end=825
+  _globals['_LEARNERSTATUSREQUEST']._serialized_start=827
+  _globals['_LEARNERSTATUSREQUEST']._serialized_end=849
+  _globals['_LEARNERSTATUS']._serialized_start=852
+  _globals['_LEARNERSTATUS']._serialized_end=1007
+  _globals['_LEARNERSERVICE']._serialized_start=1010
+  _globals['_LEARNERSERVICE']._serialized_end=1499
 # @@protoc_insertion_point(module_scope)

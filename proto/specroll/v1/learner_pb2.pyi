@@ -31,14 +31,16 @@ class RegisterResponse(_message.Message):
     def __init__(self, policy: _Optional[_Union[_artifact_pb2.ArtifactRef, _Mapping]] = ..., heartbeat_seconds: _Optional[float] = ..., redis_url: _Optional[str] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("worker_id", "lease_ids", "policy_version")
+    __slots__ = ("worker_id", "lease_ids", "policy_version", "policy_digest")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    POLICY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     lease_ids: _containers.RepeatedScalarFieldContainer[str]
     policy_version: int
-    def __init__(self, worker_id: _Optional[str] = ..., lease_ids: _Optional[_Iterable[str]] = ..., policy_version: _Optional[int] = ...) -> None: ...
+    policy_digest: str
+    def __init__(self, worker_id: _Optional[str] = ..., lease_ids: _Optional[_Iterable[str]] = ..., policy_version: _Optional[int] = ..., policy_digest: _Optional[str] = ...) -> None: ...
 
 class HeartbeatResponse(_message.Message):
     __slots__ = ("policy_version", "expired_lease_ids", "finished")
