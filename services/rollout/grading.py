@@ -43,7 +43,7 @@ class _Job:
 
 
 class GradingPool:
-    """`workers` processes that take completions from one bounded queue.
+    """`workers` processes that take completions from one queue, in order.
 
     counts: grades given by status. restarts: processes replaced after a time-out or a crash.
     Use it from one event loop, in the thread that stays alive longest: the processes die with it.
@@ -51,8 +51,8 @@ class GradingPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        # Short: a job that waits here waits as well in its caller, which is where back-pressure is felt.
-        self._jobs: asyncio.Queue[_Job] = asyncio.Queue(maxsize=2 * config.workers)
+        # One entry for each caller that waits: as long as the group runner has samples in flight, and no longer.
+        self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self.counts: Counter[RewardStatus] = Counter(dict.fromkeys(RewardStatus, 0))
         self.restarts = 0
@@ -79,7 +79,7 @@ class GradingPool:
         """
         assert self._tasks, "the pool has not been started, or has been closed"
         job = _Job(completion, answer, asyncio.get_running_loop().create_future())
-        await self._jobs.put(job)
+        self._jobs.put_nowait(job)
         return await job.result
 
     async def close(self) -> None:
