@@ -34,7 +34,10 @@ def load_rows(config: DataConfig, seed: int) -> list[Row]:
     path = Path(config.source).expanduser()
     if not path.is_file():
         raise DataError(f"data.source = {config.source!r} is not an existing file.")
-    rows = list(itertools.islice(reader(path), config.size))
+    try:
+        rows = list(itertools.islice(reader(path), config.size))
+    except UnicodeDecodeError as error:
+        raise DataError(f"data.source = {config.source!r} is not UTF-8 text.") from error
     if not rows:
         raise DataError(f"data.source = {config.source!r} holds no rows.")
     return rows
