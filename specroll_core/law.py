@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -128,6 +128,23 @@ class LawParams:
             self.any_scaled,
         )
 
+    def without_greedy(self) -> LawParams:
+        """The same with temperature 1 in place of 0, for laws that are only drawn from to propose."""
+        if not self.any_greedy:
+            return self
+        temperature = torch.where(self.temperature == 0, 1.0, self.temperature)
+        return replace(self, temperature=temperature, all_greedy=False, any_greedy=False)
+
+    def without_filters(self) -> LawParams:
+        """The same with top-k, top-p and min-p off."""
+        return replace(
+            self,
+            top_k=torch.full_like(self.top_k, TOP_K_OFF),
+            top_p=torch.ones_like(self.top_p),
+            min_p=torch.zeros_like(self.min_p),
+            needs_filter=False,
+        )
+
 
 def final_logprobs(logits: Tensor, params: LawParams) -> Tensor:
     """Log-probabilities of the final law.
@@ -190,6 +207,37 @@ def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
     block, rest = _invert(blocks.sum(-1).to(torch.float64).cumsum(-1), u, None)
     inside = blocks[torch.arange(rows, device=probs.device), block].to(torch.float64).cumsum(-1)
     return block * _BLOCK + _invert(inside, None, rest)[0]
+
+
+def draw_outside(laws: Tensor, row: Tensor, excluded: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draws from given rows of `laws`, each renormalised outside a set of excluded columns.
+
+    laws: [R, V] float32, not negative; row: [n] int64; excluded: [n, m] columns, unique per row, -1 for none;
+    uniforms: [n] float64 in [0, 1). Returns columns [n] int64, never excluded nor of probability 0, and the mass
+    outside the set [n] float64; where that is 0 the column means nothing. No row of length V is copied.
+    """
+    vocab = laws.shape[-1]
+    width = _BLOCK if vocab > 2 * _BLOCK else vocab
+    if vocab % width:
+        laws = torch.nn.functional.pad(laws, (0, width - vocab % width))
+    blocks = laws.view(laws.shape[0], -1, width)
+    left = blocks.sum(-1)[row].to(torch.float64)
+    # The blocks that hold excluded columns are summed again without them: subtracting would leave rounding
+    # behind where an excluded column holds nearly all of its block.
+    out = excluded < 0
+    block_of, inside_of = torch.where(out, -1, excluded // width), torch.where(out, width, excluded % width)
+    touched = block_of.clamp_min(0)
+    same = touched[:, :, None] == block_of[:, None, :]
+    again = torch.nn.functional.pad(blocks[row[:, None], touched].to(torch.float64), (0, 1))
+    again.scatter_(-1, torch.where(same, inside_of[:, None, :], width), 0.0)
+    left.scatter_(1, touched, again[..., :width].sum(-1))
+    mass = left.sum(-1)
+    block, rest = _invert(left.cumsum(-1), uniforms.to(torch.float64), None)
+    block = block.clamp_max(blocks.shape[1] - 1)
+    inside = torch.nn.functional.pad(blocks[row, block].to(torch.float64), (0, 1))
+    inside.scatter_(1, torch.where(block_of == block[:, None], inside_of, width), 0.0)
+    column = _invert(inside[:, :width].cumsum(-1), None, rest)[0]
+    return (block * width + column).clamp_max(vocab - 1), mass
 
 
 def _invert(cumulative: Tensor, u: Tensor | None, target: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,132 @@
+"""What proposers hand to the tree: ranked candidates, their features, and the laws that draws are made from.
+
+Two kinds of proposers exist. Heads give one ranked list per depth, shared by all nodes of that depth.
+A *path proposer* (a memory of the trajectory) gives children that depend on the path drafted so far. The tree
+merges both, the scorer makes their scores comparable, and the verifier is exact whatever they say: nothing
+outside this interface needs to change for a new proposer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from specroll_core.heads import ProposalVocabulary
+from specroll_core.law import LawParams, draw_outside, final_logprobs
+
+# The tree rarely takes more than six children of one node; a few more cost nothing.
+DEFAULT_WIDTH = 12
+
+
+class PathCandidate(NamedTuple):
+    """A child that a path proposer suggests: its probability and the longest matching order that saw it."""
+
+    token: int
+    prob: float
+    order: int
+
+
+class PathProposer(Protocol):
+    """Proposes children of one request's nodes from the path drafted so far.
+
+    States are opaque to the tree. `root` is the state at the pending token; `descend` follows one drafted
+    token; `children` may suggest any tokens, in any order, each once. `max_depth`: deepest useful child.
+    """
+
+    max_depth: int
+
+    def root(self) -> Hashable: ...
+
+    def descend(self, state: Hashable, token: int) -> Hashable: ...
+
+    def children(self, state: Hashable) -> Sequence[PathCandidate]: ...
+
+
+class DepthLaws:
+    """The proposers' laws q_d, one per request and depth, that sampled children are drawn from.
+
+    probs: [B, D, M] float32 over the columns of `vocabulary`, rows summing to 1; `probs[b, d - 1]` is the law at
+    depth d.
+    """
+
+    def __init__(self, probs: Tensor, vocabulary: ProposalVocabulary) -> None:
+        self.probs = probs
+        self.vocabulary = vocabulary
+        self._flat = probs.view(-1, probs.shape[-1])
+        self._blocks: Tensor | None = None
+
+    @property
+    def depth(self) -> int:
+        return self.probs.shape[1]
+
+    def row_index(self, request: Tensor, depth: Tensor) -> Tensor:
+        return request * self.depth + depth - 1
+
+    def row(self, request: Tensor, depth: Tensor) -> Tensor:
+        """[n, M] probabilities of the given requests' laws at depths `depth` (1 is below the root)."""
+        return self._flat[self.row_index(request, depth)]
+
+    def draw(self, request: Tensor, depth: Tensor, excluded: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Draws one token each from q_d renormalised outside a set.
+
+        request, depth: [n] int64; excluded: [n, m] token ids, unique per row, -1 for none; uniforms: [n] float64.
+        Returns tokens [n] int64 and the mass of q_d outside the set [n] float64. Where that mass is 0 the token means
+        nothing, and the verifier must never accept it.
+        """
+        columns, mass = draw_outside(
+            self._flat, self.row_index(request, depth), self.vocabulary.to_column(excluded), uniforms
+        )
+        return self.vocabulary.to_token(columns), mass
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """All that is proposed for B requests in one round.
+
+    tokens: [B, D, M] int64, candidates by depth, best first; log_q: [B, D, M] float32, their log-probabilities at
+    the request's temperature. laws: what sampled children are drawn from, None where only deterministic
+    children are wanted. paths: a path proposer per request, or None.
+    """
+
+    tokens: Tensor
+    log_q: Tensor
+    laws: DepthLaws | None = None
+    paths: Sequence[PathProposer | None] = field(default_factory=tuple)
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[0]
+
+    def path(self, row: int) -> PathProposer | None:
+        return self.paths[row] if self.paths else None
+
+
+def propose_from_logits(
+    logits: Tensor,
+    params: LawParams,
+    vocabulary: ProposalVocabulary,
+    *,
+    width: int = DEFAULT_WIDTH,
+    with_laws: bool = True,
+    filtered: bool = False,
+    paths: Sequence[PathProposer | None] = (),
+) -> Proposal:
+    """Turns the heads' logits into ranked candidates and laws.
+
+    logits: [B, K, M] over the vocabulary's columns. The law is taken at 1.0 times the request's temperature (1
+    where it is greedy), since sampled children must be drawn from it; the scorer does any tempering. `filtered`
+    applies the request's top-k, top-p and min-p to q too, so that no draw is wasted outside the target's
+    support: ranking costs more than it brings where the filters are weak.
+    """
+    B, K, M = logits.shape
+    flat = params.select(torch.arange(B, device=logits.device).repeat_interleave(K))
+    flat = flat.without_greedy() if filtered else flat.without_greedy().without_filters()
+    log_q = final_logprobs(logits.reshape(B * K, M), flat)
+    top = log_q.topk(min(width, M), dim=-1)
+    shape = (B, K, top.values.shape[-1])
+    laws = DepthLaws(log_q.exp().view(B, K, M), vocabulary) if with_laws else None
+    return Proposal(vocabulary.to_token(top.indices).view(shape), top.values.view(shape), laws, paths)

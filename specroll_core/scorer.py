@@ -1,0 +1,171 @@
+"""One calibrated scorer for every proposal: c = P(child is what the target emits | its parent was).
+
+A count table holds hits and trials for cells of (the head's log q, the memory's probability, the longest matching
+order, depth). Smoothed towards a closed form,
+
+    c = (hits + 8 c0) / (trials + 8),    c0 = 1 - (1 - min(0.9, q^(1 / tau_d))) (1 - 0.6 P),
+
+it serves from the first step and sharpens with feedback. With no counts it is one temperature tau_d per depth. A
+node's score is the product of c along its path, so scores of different depths and proposers compare.
+
+A second, small table predicts how often a *sampled* last child is accepted: its share of the probability that
+the deterministic children leave, by depth and by the head's mass outside them.
+
+Scores shape the tree only. They may be wrong, and the emitted law is still exact (`specroll_core/verify.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+LOG_Q_EDGES = (-7.0, -5.0, -3.5, -2.5, -1.7, -1.0, -0.5, -0.15)
+MEMORY_EDGES = (1e-4, 0.05, 0.15, 0.3, 0.45, 0.6, 0.8)
+ORDER_EDGES = (1, 2, 3, 5)
+DEPTH_EDGES = (2, 3, 5)
+CELLS = 9 * 8 * 5 * 4
+
+TAIL_MASS_EDGES = (0.05, 0.15, 0.3, 0.5, 0.7, 0.9)
+TAIL_CELLS = 4 * 7
+
+# A proposer that did not suggest a token is taken to give it this log-probability.
+NO_LOG_Q = -20.0
+
+# Weight of the closed form in trials, and the trials at which a cell starts to forget: about the last
+# few hundred steps of a batch, so that scores follow the policy.
+_PRIOR_TRIALS = 8.0
+_WINDOW = 4096.0
+
+# Share of the probability left by the deterministic children that a fresh head's draw captures.
+_PRIOR_TAIL = 0.45
+
+
+class Score(NamedTuple):
+    """c, and the cell to credit with the outcome (-1 for none)."""
+
+    c: float
+    cell: int
+
+
+class Scorer(Protocol):
+    """What the tree needs. Any values are safe: they decide shapes before anything is drawn."""
+
+    def score_depths(self, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        """log_q: [B, D, M]. Returns c [B, D, M] float32 and cells [B, D, M] int64 of candidates of heads alone."""
+        ...
+
+    def score(self, log_q: float, memory: float, order: int, depth: int) -> Score:
+        """The score of one candidate that heads, memory or both suggest; depth 1 is below the root."""
+        ...
+
+    def tail(self, depth: int, mass: float, remainder: float) -> Score:
+        """Probability that a sampled child at `depth` is accepted.
+
+        mass: the head's probability outside the deterministic siblings. remainder: 1 - the sum of their c.
+        """
+        ...
+
+
+class CountTableScorer:
+    """The count table and its prior. Not thread-safe: one per worker, updated between steps.
+
+    temperatures: tau_d per depth, the last one for all deeper. 1.6 suits heads at temperature 0.6 to 1.
+    """
+
+    def __init__(self, temperatures: Sequence[float] = (1.6,), tail_share: float = _PRIOR_TAIL) -> None:
+        if not temperatures or min(temperatures) <= 0:
+            raise ValueError("temperatures must hold at least one positive number.")
+        if not 0 <= tail_share <= 1:
+            raise ValueError("tail_share must lie between 0 and 1.")
+        self._power = [1 / t for t in temperatures]
+        self._tail_share = tail_share
+        self.counts = torch.zeros(2, CELLS, dtype=torch.float64)
+        self.tail_counts = torch.zeros(2, TAIL_CELLS, dtype=torch.float64)
+        self._lists: tuple[list[float], list[float]] | None = None
+        self._tail_lists: tuple[list[float], list[float]] | None = None
+
+    def score_depths(self, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        depths = log_q.shape[1]
+        edges = torch.tensor(LOG_Q_EDGES, device=log_q.device)
+        powers = torch.tensor([self._tau_power(d + 1) for d in range(depths)], device=log_q.device)
+        bases = torch.tensor([_cell(0, 0, 0, _depth_bin(d + 1)) for d in range(depths)], device=log_q.device)
+        stride = CELLS // 9
+        cells = torch.bucketize(log_q, edges, right=True) * stride + bases[:, None]
+        prior = (log_q * powers[:, None]).exp().clamp_max(0.9)
+        hits, trials = self.counts.to(log_q.device, torch.float32)
+        c = (hits[cells] + _PRIOR_TRIALS * prior) / (trials[cells] + _PRIOR_TRIALS)
+        return c, cells
+
+    def score(self, log_q: float, memory: float, order: int, depth: int) -> Score:
+        if self._lists is None:
+            hits, trials = self.counts.tolist()
+            self._lists = hits, trials
+        depth_bin = _depth_bin(depth)
+        cell = _cell(
+            bisect_right(LOG_Q_EDGES, log_q),
+            bisect_right(MEMORY_EDGES, memory),
+            bisect_right(ORDER_EDGES, order),
+            depth_bin,
+        )
+        from_head = min(0.9, math.exp(log_q * self._tau_power(depth)))
+        prior = 1 - (1 - from_head) * (1 - 0.6 * memory)
+        hits, trials = self._lists
+        return Score((hits[cell] + _PRIOR_TRIALS * prior) / (trials[cell] + _PRIOR_TRIALS), cell)
+
+    def tail(self, depth: int, mass: float, remainder: float) -> Score:
+        if self._tail_lists is None:
+            hits, trials = self.tail_counts.tolist()
+            self._tail_lists = hits, trials
+        cell = _depth_bin(depth) * (len(TAIL_MASS_EDGES) + 1) + bisect_right(TAIL_MASS_EDGES, mass)
+        hits, trials = self._tail_lists
+        share = (hits[cell] + _PRIOR_TRIALS * self._tail_share) / (trials[cell] + _PRIOR_TRIALS)
+        return Score(max(0.0, remainder) * min(1.0, share), cell)
+
+    def update(self, cells: Tensor, probabilities: Tensor) -> None:
+        """Credits deterministic children whose parent was emitted.
+
+        cells: [n] int64; probabilities: [n], the target's probability of each, which is the hit rate without
+        the noise of one draw. Entries with a negative cell are left out.
+        """
+        known = cells >= 0
+        _add(self.counts, cells[known], probabilities[known], torch.ones_like(probabilities[known]))
+        self._lists = None
+
+    def update_tails(self, cells: Tensor, accepted: Tensor, remainder: Tensor) -> None:
+        """Credits sampled children whose parent was emitted.
+
+        cells: [n] int64; accepted: [n], the exact probability that the draw was accepted; remainder: [n],
+        the target's mass outside the deterministic siblings.
+        """
+        known = cells >= 0
+        _add(self.tail_counts, cells[known], accepted[known], remainder[known])
+        self._tail_lists = None
+
+    def halve(self) -> None:
+        """Halves the evidence: the heads have changed and old counts are only a guess."""
+        self.counts *= 0.5
+        self.tail_counts *= 0.5
+        self._lists = self._tail_lists = None
+
+    def _tau_power(self, depth: int) -> float:
+        return self._power[min(depth, len(self._power)) - 1]
+
+
+def _add(counts: Tensor, cells: Tensor, hits: Tensor, trials: Tensor) -> None:
+    cells = cells.to(counts.device)
+    counts[0].index_add_(0, cells, hits.to(counts.device, counts.dtype))
+    counts[1].index_add_(0, cells, trials.to(counts.device, counts.dtype))
+    counts *= (_WINDOW / counts[1].clamp_min(_WINDOW))[None]
+
+
+def _depth_bin(depth: int) -> int:
+    return bisect_right(DEPTH_EDGES, depth)
+
+
+def _cell(log_q_bin: int, memory_bin: int, order_bin: int, depth_bin: int) -> int:
+    return ((log_q_bin * 8 + memory_bin) * 5 + order_bin) * 4 + depth_bin
