@@ -102,7 +102,9 @@ def queue_ls(run: RunOption) -> None:
 
 
 @queue_app.command("show")
-def queue_show(run: RunOption, entry_id: Annotated[str, typer.Argument(help="Entry id, as `queue ls` prints it.")]) -> None:
+def queue_show(
+    run: RunOption, entry_id: Annotated[str, typer.Argument(help="Entry id, as `queue ls` prints it.")]
+) -> None:
     """One entry in words."""
     from services.inspect_run import queue_show as show
 

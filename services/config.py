@@ -164,8 +164,8 @@ class SfpoConfig(Section):
 
 
 class LearnerConfig(Section):
-    """batch_groups: prompt groups in one step. group_size: completions per prompt. max_staleness: policy versions between a
-    trajectory's oldest token and the step that trains on it; 0 is synchronous."""
+    """batch_groups: prompt groups in one step. group_size: completions per prompt. max_staleness: policy versions
+    between a trajectory's oldest token and the step that trains on it; 0 is synchronous."""
 
     host: str = "127.0.0.1"
     port: Port = 0

@@ -17,14 +17,16 @@ from services.run_dir import RunDir
 
 
 class Display:
-    """Follows the learner's metrics file and the services' state. One line per step; on a terminal also a status line."""
+    """Follows the learner's metrics file: one line per step, and on a terminal a status line below."""
 
     def __init__(self, config: Config, run_dir: RunDir) -> None:
         self._config = config
         self._run_dir = run_dir
         self._console = Console(stderr=False, highlight=False, soft_wrap=True)
         self._metrics = Tail(run_dir.metrics / "learner.jsonl")
-        self._status = self._console.status("starting Redis, the engine and the learner") if sys.stdout.isatty() else None
+        self._status = (
+            self._console.status("starting Redis, the engine and the learner") if sys.stdout.isatty() else None
+        )
         self._started = time.monotonic()
         self._said_headline = False
 
@@ -121,7 +123,10 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "overlap", f"generation ran during {report['overlap']:.0%} of the training time"
     stale = report["staleness"]
     yield "staleness", f"mean {_maybe(stale['mean'], 2)}, max {_maybe(stale['max'], 0)}, bound {stale['bound']}"
-    yield "engine against learner", f"mismatch KL {_maybe(report['mismatch_kl_equal_version'], 6)} per token at equal versions"
+    yield (
+        "engine against learner",
+        f"mismatch KL {_maybe(report['mismatch_kl_equal_version'], 6)} per token at equal versions",
+    )
     if report["checkpoint"]:
         yield "checkpoint", report["checkpoint"]
         yield "load it with", f'AutoModelForCausalLM.from_pretrained("{report["checkpoint"]}")'

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import grpc
 import redis
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 from rich.console import Console
 from rich.table import Table
@@ -28,20 +27,14 @@ _CALL_SECONDS = 5.0
 
 def check_health(address: str) -> int:
     """0 where the service says that it serves, 1 where it does not."""
-    with grpc_setup.channel(address, allow_insecure=True) as channel:
-        try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_CALL_SECONDS)
-        except grpc.RpcError as error:
-            Console(stderr=True).print(f"{address}: {error.code().name}: {error.details()}", markup=False)
-            return 1
-    serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-    Console().print(f"{address}: {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}", markup=False)
+    serving = grpc_setup.is_healthy(address, security=SecurityConfig(), timeout_seconds=_CALL_SECONDS)
+    Console().print(f"{address} {'serves' if serving else 'does not serve'}", markup=False)
     return 0 if serving else 1
 
 
 def print_status(address: str) -> int:
     """Where the learner at this address stands."""
-    with grpc_setup.channel(address, allow_insecure=SecurityConfig().allow_insecure) as channel:
+    with grpc_setup.channel(address, security=SecurityConfig()) as channel:
         try:
             status = learner_pb2_grpc.LearnerServiceStub(channel).GetStatus(
                 learner_pb2.LearnerStatusRequest(), timeout=_CALL_SECONDS
@@ -88,7 +81,9 @@ def queue_show(run: Path, entry_id: str) -> int:
         raise ValueError(f"there is no entry and no dead letter {entry_id} in the run {run}")
     group = parse_trajectory_group(entry.payload)
     console = Console(highlight=False)
-    console.print(f"group {group.group_id}, lease {group.lease_id}, policy version {group.policy_version}", markup=False)
+    console.print(
+        f"group {group.group_id}, lease {group.lease_id}, policy version {group.policy_version}", markup=False
+    )
     table = Table("sample", "tokens", "finish", "reward", "status", "policy versions")
     for t in group.trajectories:
         versions = ", ".join(f"{s.version}:[{s.start},{s.end})" for s in t.policy_version_spans)

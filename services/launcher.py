@@ -60,7 +60,7 @@ def train(path: Path, overrides: Sequence[str], *, resume: bool) -> int:
     """
     config = load_config(path, overrides)
     run_dir = RunDir(config.run.dir)
-    model_dir = preflight(config)
+    preflight(config)
     run_dir.create(config, resume=resume)
     stop = threading.Event()
     stop_on_signals(stop)
@@ -70,12 +70,13 @@ def train(path: Path, overrides: Sequence[str], *, resume: bool) -> int:
         stack.callback(supervisor.stop_all)
         common = [str(path), *(f"--set={text}" for text in [
             *overrides,
-            f"model.source={model_dir}",
             f"redis.url={redis_url}",
             *_shares(config),
         ])]  # fmt: skip
         port = config.learner.port or free_port(config.learner.host)
-        supervisor.start("learner", [*_as_options(common), f"--set=learner.port={port}", *(["--resume"] if resume else [])])
+        supervisor.start(
+            "learner", [*_as_options(common), f"--set=learner.port={port}", *(["--resume"] if resume else [])]
+        )
         supervisor.start("rollout", [
             *_as_options(common),
             f"--set=rollout.learner={config.learner.host}:{port}",
@@ -88,8 +89,8 @@ def train(path: Path, overrides: Sequence[str], *, resume: bool) -> int:
     return code
 
 
-def preflight(config: Config) -> Path:
-    """Checks all that can be checked before anything is started. Returns the model's directory."""
+def preflight(config: Config) -> None:
+    """Checks all that can be checked before anything is started."""
     for name, service in (("learner", config.learner), ("rollout", config.rollout)):
         if service.port and not port_is_free(service.host, service.port):
             raise ConfigError([f"{name}.port = {service.port} is in use on {service.host}; 0 takes a free one."])
@@ -103,7 +104,6 @@ def preflight(config: Config) -> Path:
     from services.models import load_tokenizer
 
     load_prompts(config.data, load_tokenizer(model_dir), config.run.seed)
-    return model_dir
 
 
 class Supervisor:
@@ -126,7 +126,7 @@ class Supervisor:
                 env=self._environment,
                 # Ctrl-C reaches the launcher alone, which ends the services in order.
                 start_new_session=True,
-                preexec_fn=child_dies_with_me(signal.SIGTERM),
+                preexec_fn=child_dies_with_me(signal.SIGTERM),  # noqa: PLW1509  one prctl call, libc loaded before
             )
         self._children[name] = Child(name, process, path)
 

@@ -239,3 +239,13 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def load_tokenizer(directory: Path):
+    """The tokenizer of a model directory. Raises ValueError where it has no chat template, which prompts need."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    if not tokenizer.chat_template:
+        raise ValueError(f"The model directory {directory} has no chat template; use an instruction-tuned model.")
+    return tokenizer

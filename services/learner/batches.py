@@ -1,4 +1,4 @@
-"""From the stream to batches: reads groups, checks and deduplicates them, and holds them until a checkpoint has them."""
+"""From the stream to batches: reads groups, checks and deduplicates them, holds them until a checkpoint has them."""
 
 from __future__ import annotations
 

@@ -70,7 +70,9 @@ class ReportBuilder:
             "staleness": {
                 "bound": learner.max_staleness,
                 "mean": _mean(steps, "off_policy/staleness/mean"),
-                "max": max((s["off_policy/staleness/max"] for s in steps if "off_policy/staleness/max" in s), default=None),
+                "max": max(
+                    (s["off_policy/staleness/max"] for s in steps if "off_policy/staleness/max" in s), default=None
+                ),
             },
             "mismatch_kl_equal_version": _mean(steps, "mismatch_kl/equal_version"),
             "groups": {

@@ -48,7 +48,12 @@ class Workers:
     """
 
     def __init__(
-        self, connect: Callable[[str], grpc.Channel], *, pause_mode: str, stale_seconds: float, push_deadline: float = 120.0
+        self,
+        connect: Callable[[str], grpc.Channel],
+        *,
+        pause_mode: str,
+        stale_seconds: float,
+        push_deadline: float = 120.0,
     ) -> None:
         self._connect = connect
         self._pause_mode = _PAUSE_MODES[pause_mode]
@@ -138,7 +143,9 @@ class Workers:
             return
         if worker.digest == self._current.digest or (worker.pushing is not None and worker.pushing.is_alive()):
             return
-        worker.pushing = threading.Thread(target=self._push, args=(worker,), name=f"push-{worker.worker_id}", daemon=True)
+        worker.pushing = threading.Thread(
+            target=self._push, args=(worker,), name=f"push-{worker.worker_id}", daemon=True
+        )
         worker.pushing.start()
 
     def _push(self, worker: Worker) -> None:

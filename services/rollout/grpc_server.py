@@ -97,7 +97,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 model_dir = await self._store.from_async_chunks(ref, chunks)
             report = await self._policy.load(model_dir, served, pause_mode=_PAUSE_MODES.get(header.pause_mode))
         except (ArtifactError, ValueError) as error:
-            log.error("policy version %d is refused, version %d goes on: %s", ref.version, self._policy.served.version, error)
+            log.error(
+                "policy version %d is refused, version %d goes on: %s", ref.version, self._policy.served.version, error
+            )
             await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
         return rollout_pb2.UpdatePolicyResponse(
             policy_version=served.version, pause_seconds=report.pause_seconds, in_flight=report.in_flight

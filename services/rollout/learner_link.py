@@ -47,7 +47,9 @@ class LearnerLink:
         self._stub = learner_pb2_grpc.LearnerServiceStub(self._channel)
 
     async def register(self) -> learner_pb2.RegisterResponse:
-        return await self._stub.Register(register_request(self._config, self.worker_id, self.address), timeout=_CALL_SECONDS)
+        return await self._stub.Register(
+            register_request(self._config, self.worker_id, self.address), timeout=_CALL_SECONDS
+        )
 
     async def heartbeat(self, lease_ids: Iterable[str], *, version: int, digest: str) -> learner_pb2.HeartbeatResponse:
         """Renews the leases. Raises NotRegistered, or grpc.RpcError where the learner does not answer."""
@@ -86,7 +88,9 @@ class LearnerLink:
 
     async def fetch(self, version: int):
         """The files of a policy version, as an asynchronous stream of chunks."""
-        async for chunk in self._stub.FetchPolicy(learner_pb2.FetchPolicyRequest(version=version), timeout=_FETCH_SECONDS):
+        async for chunk in self._stub.FetchPolicy(
+            learner_pb2.FetchPolicyRequest(version=version), timeout=_FETCH_SECONDS
+        ):
             yield chunk
 
     async def close(self) -> None:
