@@ -29,7 +29,6 @@ from services.common.lifecycle import (
     child_dies_with_me,
     free_port,
     port_is_free,
-    process_is_alive,
     write_bytes,
     write_json,
 )
@@ -260,9 +259,9 @@ def recorded_connection(data_dir: Path) -> tuple[str, str] | None:
     For commands that look at a run from outside: whether the server lives is seen by its lock.
     """
     try:
-        descriptor = os.open(data_dir / "lock", os.O_RDWR)
         password = (data_dir / "password").read_text(encoding="utf-8")
         port = json.loads((data_dir / "server.json").read_text(encoding="utf-8"))["port"]
+        descriptor = os.open(data_dir / "lock", os.O_RDWR)
     except (OSError, ValueError, KeyError):
         return None
     try:
@@ -272,12 +271,3 @@ def recorded_connection(data_dir: Path) -> tuple[str, str] | None:
     finally:
         os.close(descriptor)
     return None
-
-
-def recorded_connection(data_dir: Path) -> tuple[str, str] | None:
-    """URL and password of the server that runs on this directory, for other processes of the same user; else None."""
-    server = EmbeddedRedis(data_dir)
-    pid, port = server._recorded("pid"), server._recorded("port")
-    if pid is None or port is None or not process_is_alive(pid):
-        return None
-    return f"redis://{_HOST}:{port}/0", server.password

@@ -51,11 +51,11 @@ return 1
 _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
-class LockHeld(StreamError):  # noqa: N818  reads as the state that it reports
+class LockHeld(StreamError):
     """Another living process has the role; the message names it."""
 
 
-class LockLost(StreamError):  # noqa: N818
+class LockLost(StreamError):
     """The role went to another process, or may have: stop working on what it protects."""
 
 

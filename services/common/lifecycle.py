@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
-class DeadlineExceeded(TimeoutError):  # noqa: N818  the name that gRPC and Python's own libraries use
+class DeadlineExceeded(TimeoutError):
     """A bounded wait came to its end; the message says what was awaited and for how long."""
 
 

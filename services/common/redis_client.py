@@ -24,7 +24,7 @@ SOCKET_TIMEOUT_SECONDS = 10.0
 _HEALTH_CHECK_SECONDS = 5
 
 
-class RedisUnavailable(ConnectionError):  # noqa: N818  reads as the state that it reports
+class RedisUnavailable(ConnectionError):
     """Redis could not be reached, or answers in a way that no retry mends; one sentence, the URL redacted."""
 
 

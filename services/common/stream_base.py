@@ -28,11 +28,11 @@ class StreamError(RuntimeError):
     """A stream cannot do what was asked; one sentence."""
 
 
-class StreamUnavailable(StreamError):  # noqa: N818  reads as the state that it reports
+class StreamUnavailable(StreamError):
     """Redis did not answer within the deadline; the cause is chained."""
 
 
-class StreamFull(StreamError):  # noqa: N818
+class StreamFull(StreamError):
     """No room until the deadline. entries, bytes: what the stream held at the last look."""
 
     def __init__(self, message: str, *, entries: int, bytes_held: int) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from google.protobuf.message import DecodeError
-from specroll.v1 import trajectory_pb2 as pb
 
+from specroll.v1 import trajectory_pb2 as pb
 from specroll_core.contracts import (
     ContractError,
     FinishReason,
