@@ -69,20 +69,22 @@ class Metrics:
         self._lock = threading.Lock()
         self._server: Any = None
 
-    def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """One record: a JSON line {kind, step, time, *values, *counters}, and gauges of the latest values.
+    def write(self, kind: str, step: int, values: Mapping[str, float], facts: Mapping[str, Any] | None = None) -> None:
+        """One record: a JSON line {kind, step, time, *values, *counters, *facts}, and gauges of the latest values.
+
+        facts: JSON values that are no numbers, for the line alone.
 
         Numbers that are not finite are written as null and counted in `metrics/non_finite/total`.
         Raises ValueError on a name that is no path or is one of the record's own.
         """
-        for name in values:
+        for name in (*values, *(facts or {})):
             _check_name(name)
         clean = {name: finite_or_none(float(value)) for name, value in values.items()}
         bad = sorted(name for name, value in clean.items() if value is None)
         if bad:
             self.count("metrics/non_finite/total", len(bad))
             logger.warning("Not finite at step %d: %s", step, ", ".join(bad))
-        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **self.counters(), **clean}
+        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **self.counters(), **clean, **(facts or {})}
         self._jsonl.write(record)
         for name, value in values.items():
             self.gauge(name).set(value)

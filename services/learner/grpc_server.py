@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import grpc
 
-from services.common.artifacts import ArtifactError, ArtifactStore, iter_chunks
+from services.common.artifact_transfer import iter_chunks
+from services.common.artifacts import ArtifactError, ArtifactStore
 from services.common.wire import prompt_group_to_proto
 from services.learner.lease_desk import LeaseDesk
 from services.learner.workers import Workers
@@ -54,6 +55,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
         policy = self._policies.latest()
         if policy is None:
             context.abort(grpc.StatusCode.UNAVAILABLE, "the learner has not published a policy yet")
+            raise AssertionError("abort raises")
         lost = self._desk.release_worker(request.worker_id)
         self._workers.register(request.worker_id, request.address)
         log.info(

@@ -123,7 +123,7 @@ class Learner:
             self.batches.complete(groups)
             if self.desk.step % self.config.learner.publish_every == 0 or self.desk.finished:
                 self.publish()
-            self.record(values, waited)
+            self.record(groups, values, waited)
             every = self.config.eval.every
             if every and self.desk.step % every == 0 and not self.desk.finished:
                 self.evaluate()
@@ -177,14 +177,14 @@ class Learner:
         self.metrics.write("eval", self.desk.step, {k: float(v) for k, v in asdict(result).items()})
         log.info("held-out reward %.3f [%.3f, %.3f]", result.reward, result.low, result.high)
 
-    def record(self, values: dict[str, float], waited: float) -> None:
+    def record(self, groups: list[TrajectoryGroup], values: dict[str, float], waited: float) -> None:
         counts = self.desk.counts()
         values |= {
             f"queue/{name}": float(counts[name]) for name in ("leased", "ready", "expired_total", "returned_total")
         }
         values |= {f"queue/{name}": float(n) for name, n in self.batches.counters.items()}
         values |= {"seconds/wait": waited, "update/pause_seconds": self.workers.pause_seconds}
-        self.metrics.write("train", self.desk.step, values)
+        self.metrics.write("train", self.desk.step, values, {"group_ids": [group.group_id for group in groups]})
         self.report.add_step(values)
 
     def check_liveness(self) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from services.common.artifacts import Artifact, iter_chunks
+from services.common.artifact_transfer import iter_chunks
+from services.common.artifacts import Artifact
 from specroll.v1 import artifact_pb2, rollout_pb2, rollout_pb2_grpc
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from services.common.wire import (
     finish_reason_to_proto,
     prompt_group_from_proto,
     sampling_from_proto,
-    span_to_proto,
+    spans_to_proto,
     spec_to_proto,
     trajectory_group_to_proto,
 )
@@ -61,7 +61,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 response = rollout_pb2.GenerateResponse(token_ids=delta.token_ids, logprobs=delta.logprobs)
                 if delta.completion is not None:
                     response.finish_reason = finish_reason_to_proto(delta.completion.finish_reason)
-                    response.policy_version_spans.extend(map(span_to_proto, delta.completion.policy_version_spans))
+                    response.policy_version_spans.extend(spans_to_proto(delta.completion.policy_version_spans))
                     response.spec.CopyFrom(spec_to_proto(delta.completion.spec))
                 yield response
         except ValueError as error:
@@ -89,9 +89,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         served = Served(ref.version, ref.digest)
         try:
             if ref.path:
-                model_dir = await asyncio.to_thread(self._store.at_path, ref)
-                if model_dir is None:
+                found = await asyncio.to_thread(self._store.at_path, ref)
+                if found is None:
                     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{ref.path} cannot be read here")
+                    raise AssertionError("abort raises")
+                model_dir = found
             else:
                 chunks = (message.chunk async for message in request_iterator)
                 model_dir = await self._store.from_async_chunks(ref, chunks)

@@ -94,7 +94,7 @@ class LearnerLink:
             yield chunk
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._channel.close(grace=None)
 
 
 def register_request(config: Config, worker_id: str, address: str) -> learner_pb2.RegisterRequest:

@@ -7,7 +7,8 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from services.common.artifacts import ArtifactError, ArtifactStore, open_artifact, receive
+from services.common.artifact_transfer import receive
+from services.common.artifacts import ArtifactError, ArtifactStore, open_artifact
 from specroll.v1 import artifact_pb2
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ class PolicyStore:
 
     def from_chunks(self, ref: artifact_pb2.ArtifactRef, chunks: Iterator[artifact_pb2.ArtifactChunk]) -> Path:
         """Writes the files, verifies them, and returns their directory. Raises ArtifactError."""
+        # A restarted learner makes versions anew: a directory of the same number may hold the one that is gone.
+        self._cache.discard(lambda version: version == ref.version)
         path = receive(self._cache, ref, chunks).path
         self._cache.prune(keep=_KEEP)
         return path

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import grpc
 
 from services.rollout.group_runner import GroupRunner
 from services.rollout.learner_link import LearnerGone, LearnerLink, NotRegistered, RunFinished
 from services.rollout.policy import ServedPolicy
+from specroll.v1 import artifact_pb2
 from specroll_core.contracts import PromptGroup, TrajectoryGroup
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class PromptLoop:
         *,
         capacity: int,
         publish: Callable[[TrajectoryGroup], Awaitable[None]],
-        load: Callable[[object], Awaitable[None]],
+        load: Callable[[artifact_pb2.ArtifactRef], Awaitable[None]],
         heartbeat_seconds: float,
         learner_timeout: float,
     ) -> None:
@@ -147,7 +148,7 @@ class PromptLoop:
         await self._load(answer.policy)
         self._registered.set()
 
-    async def _cancel(self, lease_ids, reason: str) -> None:
+    async def _cancel(self, lease_ids: Iterable[str], reason: str) -> None:
         tasks = [task for lease_id in lease_ids if (task := self._running.get(lease_id)) is not None]
         if tasks:
             self.counters["groups_cancelled"] += len(tasks)
