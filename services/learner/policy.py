@@ -29,6 +29,18 @@ _CPU_EAGER_LENGTH = 512
 # What turns hidden states into logits beside the LM head, by the name in the model's configuration.
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
+# Copied from the source's directory, byte for byte.
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab*",
+    "merges.txt",
+    "*.tiktoken",
+    "generation_config.json",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -81,16 +93,12 @@ class Policy:
         return TokenLogprobs(batch.scatter(values), batch.scatter(entropy))
 
     def save_policy(self, directory: Path) -> None:
-        """Writes a Hugging Face directory: weights in the model's dtype and whatever else lay beside the source's.
-
-        Tokenizer, chat template and generation settings are copied as they are; `transformers` loads the result.
-        """
+        """Writes a Hugging Face directory: weights in the model's dtype, and the source's tokenizer, chat template and
+        generation settings as they are. `transformers` loads it."""
         directory.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(directory, safe_serialization=True)
-        for file in sorted(self.model_dir.iterdir()):
-            weights = ".safetensors" in file.name or file.suffix in (".bin", ".pt", ".pth", ".gguf")
-            # config.json is written anew: it names the dtype. A manifest describes the source's content, not this one's.
-            if file.is_file() and not weights and file.name not in ("config.json", "manifest.json"):
+        self.model.save_pretrained(directory)
+        for pattern in _TOKENIZER_FILES:
+            for file in self.model_dir.glob(pattern):
                 shutil.copyfile(file, directory / file.name)
 
     def _hidden_states(self, batch: PackedBatch) -> Tensor:

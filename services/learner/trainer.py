@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,6 +106,15 @@ class Trainer:
     def save_policy(self, directory: Path) -> None:
         """The current weights as a Hugging Face directory."""
         self.policy.save_policy(directory)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed trainer needs beside the optimiser's tensors, as JSON values."""
+        return {"version": self.version, "skipped_updates": self.optimizer.skipped, "sfpo": self.alpha.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.version = state["version"]
+        self.optimizer.skipped = state["skipped_updates"]
+        self.alpha.load_state(state["sfpo"])
 
     def _minibatches(self, batch: TrainingBatch) -> list[list[_Work]]:
         """The batch cut by groups into as many updates as the configuration wants, each cut into micro-batches."""

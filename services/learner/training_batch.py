@@ -103,5 +103,9 @@ def _metrics(trajectories: list[Trajectory], results: list[GroupAdvantages], ver
         metrics |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
         metrics["reward/group_std/mean"] = fmean(r.std for r in results if any(r.included))
         values = [v for r in results for v, keep in zip(r.values, r.included, strict=True) if keep]
-        metrics |= {"advantage/abs/mean": fmean(map(abs, values)), "advantage/max": max(values), "advantage/min": min(values)}
+        metrics |= {
+            "advantage/abs/mean": fmean(map(abs, values)),
+            "advantage/max": max(values),
+            "advantage/min": min(values),
+        }
     return metrics
