@@ -9,7 +9,7 @@ from pydantic import SecretStr
 
 from services.common import credentials
 from services.common.credentials import InsecureError
-from services.common.embedded_redis import EmbeddedRedis, EmbeddedRedisError
+from services.common.embedded_redis import EmbeddedRedis, EmbeddedRedisError, recorded_connection
 from services.common.keys import RunKeys
 from services.common.lifecycle import free_port
 from services.common.redis_client import RedisUnavailable, connect, warn_when_not_durable
@@ -81,6 +81,13 @@ def test_the_embedded_server_starts_again_on_its_data(tmp_path):
         assert client.get("k") == b"v"
         client.close()
     again.stop()
+
+
+def test_a_running_server_is_found_from_outside_and_a_stopped_one_is_not(tmp_path):
+    assert recorded_connection(tmp_path / "never") is None
+    with EmbeddedRedis(tmp_path) as server:
+        assert recorded_connection(tmp_path) == (server.url, server.password)
+    assert recorded_connection(tmp_path) is None
 
 
 def test_a_taken_port_is_named(tmp_path):
