@@ -43,8 +43,7 @@ def iter_chunks(artifact: Artifact, chunk_bytes: int = CHUNK_BYTES) -> Iterator[
 
 
 class Reception:
-    """One version as it arrives. Feed it with `add`, end it with `finish`, or with `abort`, which leaves nothing
-    behind.
+    """One version as it arrives: `add` its chunks, then `finish`, or `abort`, which leaves nothing behind.
 
     ref: what was announced; its digest must be that of the manifest that arrives.
     """

@@ -87,7 +87,6 @@ def _read_pem(variable: str, name: str) -> bytes:
 def _allowed(details: grpc.HandlerCallDetails, expected: bytes) -> bool:
     if str(details.method).startswith(_HEALTH_PREFIX):
         return True
-    # The metadata may hold the header several times; none of them is an allowance to skip the comparison.
     for name, value in details.invocation_metadata or ():
         shown = value if isinstance(value, bytes) else str(value).encode()
         if name == _HEADER and hmac.compare_digest(shown, expected):
