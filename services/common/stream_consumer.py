@@ -79,7 +79,7 @@ class StreamConsumer:
                     block = 0.0 if deliveries else min(wait.remaining, _MAX_BLOCK_SECONDS)
                     deliveries += self._new(max_entries - len(deliveries), block)
                 if deliveries or wait.expired:
-                    return deliveries
+                    return self._hand_out(deliveries)
 
     def adopt_all(self) -> list[Delivery]:
         """Takes over every pending entry of every consumer at once, in the order of the stream, oldest first.
@@ -97,7 +97,7 @@ class StreamConsumer:
             for start in range(0, len(pending), _PAGE):
                 deliveries += self._claim(pending[start : start + _PAGE], idle_ms=0)
             self._call(self._forget, [self._keys.stream], [self._keys.group, self.name], "forget dead consumers of")
-            return deliveries
+            return self._hand_out(deliveries)
 
     def extend(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Says that these are still being worked on, so that no other consumer takes them over.
@@ -149,7 +149,9 @@ class StreamConsumer:
         # The own first: whatever this name has pending and this object does not hold was never handed out.
         for consumer, idle in ((self.name, 0), (None, idle_ms)):
             for page in self._pending_pages(idle_ms=idle, consumer=consumer):
-                wanted = [entry for entry in page if not self._holds(entry[0])][: max_entries - len(claimed)]
+                taken = {d.entry_id for d in claimed}
+                wanted = [entry for entry in page if entry[0] not in taken and not self._holds(entry[0])]
+                wanted = wanted[: max_entries - len(claimed)]
                 claimed += self._give_up_on_poison(self._claim(wanted, idle_ms=idle))
                 if len(claimed) >= max_entries:
                     return claimed  # there may be more: look again at the next read
@@ -202,9 +204,13 @@ class StreamConsumer:
                 self.dead_lettered += 1
         return [d for d in deliveries if d.deliveries <= limit]
 
-    def _deliver(self, entry_id: bytes, fields: dict[bytes, bytes], deliveries: int) -> Delivery:
+    def _hand_out(self, deliveries: list[Delivery]) -> list[Delivery]:
+        """Notes what the caller gets. Not earlier: what a failing call had claimed must be offered again."""
         with self._held_lock:
-            self._held.add(entry_id.decode())
+            self._held.update(d.entry_id for d in deliveries)
+        return deliveries
+
+    def _deliver(self, entry_id: bytes, fields: dict[bytes, bytes], deliveries: int) -> Delivery:
         return Delivery(entry_id.decode(), fields[b"p"], fields[b"k"].decode(), deliveries, self)
 
     def _holds(self, entry_id: str) -> bool:

@@ -235,6 +235,25 @@ def test_entries_whose_reply_was_lost_come_again_at_once(stream, client):
     assert [(d.key, d.deliveries) for d in consumer.read(1, 1.0)] == [("g0", 2)]
 
 
+def test_what_a_failing_read_had_claimed_is_offered_again(stream, monkeypatch):
+    """The read takes over a dead consumer's entry and then loses the connection: the entry must not be forgotten."""
+    publish(stream.producer(), "g0")
+    stream.consumer("dead").read(1, 1.0)
+    fresh = stream.consumer("fresh", deadline_seconds=0.1)
+
+    def cut(*args, **kwargs):
+        raise redis.ConnectionError("cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fresh._client, "xreadgroup", cut)
+        for _ in range(100):
+            with pytest.raises(StreamUnavailable):
+                fresh.read(2, 0.05)
+            if stream.inspector().stats().consumers == {"fresh": 1}:
+                break
+    assert [d.key for d in read_all(fresh, 1)] == ["g0"]
+
+
 def test_too_many_deliveries_make_a_dead_letter_which_can_be_requeued(stream):
     inspector = stream.inspector()
     publish(stream.producer(), "poison", payload=b"bad")
