@@ -84,7 +84,14 @@ class Metrics:
         if bad:
             self.count("metrics/non_finite/total", len(bad))
             logger.warning("Not finite at step %d: %s", step, ", ".join(bad))
-        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **self.counters(), **clean, **(facts or {})}
+        record = {
+            "kind": kind,
+            "step": step,
+            "time": round(time.time(), 3),
+            **self.counters(),
+            **clean,
+            **(facts or {}),
+        }
         self._jsonl.write(record)
         for name, value in values.items():
             self.gauge(name).set(value)
