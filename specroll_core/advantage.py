@@ -62,7 +62,9 @@ def group_advantages(
 
 
 def overlong_penalty(length: int, max_new_tokens: int, buffer: int) -> float:
-    """DAPO's soft punishment (eq. 13), added to the reward: 0 up to `max_new_tokens - buffer` tokens, then linearly to -1.
+    """DAPO's soft punishment (eq. 13), added to the reward.
+
+    0 up to `max_new_tokens - buffer` tokens, from there linearly down to -1 at `max_new_tokens`.
 
     buffer: tokens; 0 turns the penalty off.
     """

@@ -2,17 +2,17 @@
 
 Three policies: behaviour `mu` (sampled the tokens; its log-probabilities come with them), proximal (the policy when
 the optimiser step began) and target `pi` (the one being differentiated). Per token `r = pi / prox` and `w = prox / mu`;
-the objective is clipped in `r` and weighted by a bounded, constant function of `w` (AReaL, arXiv 2505.24298, section 5.2).
+the objective is clipped in `r` and weighted by a bounded, constant function of `w` (AReaL, arXiv 2505.24298, 5.2).
 
-======== ============================================= ==================================================== ===============
-kind     per token, before the weight                  denominator                                          source
-======== ============================================= ==================================================== ===============
-grpo     -min(r A, clip(r) A)                          tokens of the batch                                  2402.03300
-dapo     the same                                      tokens of the batch                                  2503.14476
-dr_grpo  the same, A without the standard deviation    sequences of the batch times `max_new_tokens`        2503.20783
-gspo     -min(s A, clip(s) A), s = exp(mean_t log r)   sequences; a token counts 1 / (tokens of sequence)   2507.18071
-cispo    -constant(clip(r)) A log pi                   tokens of the batch                                  2506.13585
-======== ============================================= ==================================================== ===============
+======= =========================================== ============================================= ==========
+kind    per token, before the weight                denominator                                   source
+======= =========================================== ============================================= ==========
+grpo    -min(r A, clip(r) A)                        tokens of the batch                           2402.03300
+dapo    the same                                    tokens of the batch                           2503.14476
+dr_grpo the same, A without the standard deviation  sequences of the batch times `max_new_tokens` 2503.20783
+gspo    -min(s A, clip(s) A), s = exp(mean_t log r) sequences, a token counts 1 / sequence length 2507.18071
+cispo   -constant(clip(r)) A log pi                 tokens of the batch                           2506.13585
+======= =========================================== ============================================= ==========
 
 `grpo` takes the mean over the tokens of the batch, not the mean of means over sequences: long answers are not
 discounted. `dapo` differs from it outside of this file: overlong shaping of the reward (`specroll_core/advantage.py`).

@@ -52,8 +52,16 @@ class PackedBatch:
     mask: Tensor
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        moved = {name: getattr(self, name) for name in self.__slots__}
-        return PackedBatch(**{name: None if t is None else t.to(device) for name, t in moved.items()})
+        return PackedBatch(
+            self.input_ids.to(device),
+            self.position_ids.to(device),
+            None if self.attention_mask is None else self.attention_mask.to(device),
+            self.hidden_index.to(device),
+            self.token_row.to(device),
+            self.token_ids.to(device),
+            self.slot.to(device),
+            self.mask.to(device),
+        )
 
     def scatter(self, values: Tensor) -> Tensor:
         """[N] values of the completion tokens as a matrix [S, T], 0 where there is no token; differentiable."""

@@ -37,7 +37,7 @@ def linear_token_logprobs(
 
 class _LinearTokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -72,7 +72,8 @@ class _LinearTokenLogprobs(torch.autograd.Function):
                 entropy[block] = log_total - mean
                 tokens = order[bounds[start + low] : bounds[start + high]]
                 chosen[tokens] = (
-                    scaled[token_row[tokens] - (start + low), token_ids[tokens]] - log_total[token_row[tokens] - (start + low)]
+                    scaled[token_row[tokens] - (start + low), token_ids[tokens]]
+                    - log_total[token_row[tokens] - (start + low)]
                 )
         ctx.save_for_backward(hidden, weight, token_row, token_ids, log_normaliser, order)
         ctx.bounds, ctx.kept, ctx.temperature, ctx.chunk_rows = bounds, kept, temperature, chunk_rows
@@ -82,7 +83,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, token_row, token_ids, log_normaliser, order = ctx.saved_tensors
         count = hidden.shape[0]
         grad = grad.float() / ctx.temperature

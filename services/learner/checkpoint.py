@@ -56,13 +56,14 @@ def save(directory: Path, trainer: Trainer, extra: dict[str, Any], *, keep: int 
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     trainer.save_policy(partial / "policy")
-    save_file({k: t.detach().cpu().contiguous() for k, t in trainer.optimizer.tensors().items()}, partial / "optimizer.safetensors")
+    save_file(
+        {k: t.detach().cpu().contiguous() for k, t in trainer.optimizer.tensors().items()},
+        partial / "optimizer.safetensors",
+    )
     save_file(_random_states(trainer.device), partial / "random.safetensors")
     _write_json(partial / "state.json", {"format": _FORMAT, "trainer": trainer.state(), "extra": extra})
     files = sorted(p for p in partial.rglob("*") if p.is_file())
-    manifest = {
-        str(p.relative_to(partial)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files
-    }
+    manifest = {str(p.relative_to(partial)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files}
     for path in (*files, partial / "policy"):
         _fsync(path)
     _write_json(partial / _MANIFEST, {"format": _FORMAT, "step": trainer.version, "files": manifest})

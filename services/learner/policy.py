@@ -1,4 +1,4 @@
-"""The model that is trained: log-probabilities of completion tokens under the law they were sampled from, and saving."""
+"""The model that is trained: log-probabilities of completion tokens under the law that sampled them, and saving."""
 
 from __future__ import annotations
 
@@ -11,20 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from services.learner import attention
 from specroll_core.contracts import SamplingParams
 from specroll_core.law import LawParams, token_logprobs
-from specroll_core.packing import PackedBatch
+from specroll_core.packing import Layout, PackedBatch
 from specroll_core.token_logprobs import linear_token_logprobs
 
 # Bound of the memory for one chunk of logits. 256 MiB are 2,730 tokens of SmolLM2 in bfloat16 or 440 of a vocabulary
 # of 152k in float32. A law with filters needs about four more matrices of this size, in float32, for the same chunk.
 LOGIT_BYTES = 256 * 2**20
-
-# Up to this row length eager attention is faster on a CPU than the fused kernel: SmolLM2-135M, 224 tokens, one core,
-# 0.52 s against 0.63 s forward and backward. Its memory grows with the square of the length, so it is not used beyond.
-_CPU_EAGER_LENGTH = 512
 
 # What turns hidden states into logits beside the LM head, by the name in the model's configuration.
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -44,8 +41,8 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """float32 [S, T], 0 where there is no token. entropy: of the law that the token was drawn from, in nats, no gradient;
-    None where the law has filters (its entropy would cost another pass over the vocabulary)."""
+    """float32 [S, T], 0 where there is no token. entropy: of the law that the token was drawn from, in nats, without
+    gradient; None where the law has filters (its entropy would cost another pass over the vocabulary)."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -54,14 +51,17 @@ class TokenLogprobs:
 class Policy:
     """A causal language model of the Hugging Face kind on one device, in one dtype.
 
-    It stays in evaluation mode: dropout would make it another law than the one that is served.
+    layout: the only one that fits the model, None where any does. The model stays in evaluation mode: dropout would
+    make it another law than the one that is served.
     Raises ValueError where the model's logits are more than a linear function of its hidden states.
     """
 
     def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.model_dir = Path(model_dir)
         self.device = device
-        self.model = AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=dtype, attn_implementation="sdpa")
+        self.model = AutoModelForCausalLM.from_pretrained(
+            self.model_dir, dtype=dtype, attn_implementation=attention.register()
+        )
         self.model.to(device).eval()
         for name in _LOGIT_TRANSFORMS:
             if getattr(self.model.config, name, None) not in (None, 1, 1.0):
@@ -69,6 +69,8 @@ class Policy:
                     f"model.source: {self.model.config.model_type} transforms its logits ({name}), which the learner "
                     "cannot recompute; take a model without it."
                 )
+        # A mask of our own would replace a sliding window, and a recurrent layer knows no mask at all.
+        self.layout: Layout | None = None if _attends_to_everything(self.model.config) else "padded"
         self.head = self.model.get_output_embeddings()
         self.hidden_size: int = self.model.config.hidden_size
         self.pad_id: int = self.model.config.pad_token_id or 0
@@ -103,18 +105,12 @@ class Policy:
 
     def _hidden_states(self, batch: PackedBatch) -> Tensor:
         """[R, L, H] in the model's dtype: what the LM head reads."""
-        mask = batch.attention_mask
-        eager = mask is not None and self.device.type == "cpu" and mask.shape[-1] <= _CPU_EAGER_LENGTH
-        wanted = "eager" if eager else "sdpa"
-        if self.model.config._attn_implementation != wanted:
-            self.model.set_attn_implementation(wanted)
-        if eager:
-            assert mask is not None
-            # Eager attention adds its mask to the scores.
-            lowest = torch.finfo(self.model.dtype).min
-            mask = torch.zeros(mask.shape, dtype=self.model.dtype).masked_fill_(~mask, lowest)
         output = self.model.base_model(
-            input_ids=batch.input_ids, attention_mask=mask, position_ids=batch.position_ids, use_cache=False
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            # Positions of padded rows are the default ones; said aloud they would be searched for packed sequences.
+            position_ids=None if batch.attention_mask is None else batch.position_ids,
+            use_cache=False,
         )
         return output.last_hidden_state
 
@@ -132,6 +128,12 @@ class Policy:
             else:
                 values.append(chunk(states, weight, bias, tokens))
         return torch.cat(values)
+
+
+def _attends_to_everything(config: PretrainedConfig) -> bool:
+    if getattr(config, "layer_types", None):
+        return set(config.layer_types) == {"full_attention"}
+    return not (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
 
 
 def _chunk_logprobs(

@@ -128,6 +128,7 @@ class Trainer:
                 self.config.learner.micro_batch_groups,
                 hidden_size=self.policy.hidden_size,
                 layer_params=self.policy.layer_params,
+                layout=self.policy.layout,
                 pad_id=self.policy.pad_id,
             )
             out.append([self._work(batch, micro_batch, first) for micro_batch in micro_batches])

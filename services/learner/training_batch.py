@@ -1,4 +1,4 @@
-"""From trajectory groups to what a step trains on: advantages, which samples count, and the numbers to report of both."""
+"""From trajectory groups to what a step trains on: advantages, which samples count, and what to report of both."""
 
 from __future__ import annotations
 

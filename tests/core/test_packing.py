@@ -15,10 +15,8 @@ def groups_of(seed=0, count=3):
 def visible(batch, row, column):
     """The input ids that a position may see, in order, itself last."""
     length = batch.input_ids.shape[1]
-    if batch.attention_mask is None:
-        seen = torch.arange(length) <= column
-    else:
-        seen = batch.attention_mask[row, 0, column]
+    causal = torch.arange(length) <= column
+    seen = causal if batch.attention_mask is None else batch.attention_mask[row, 0, column]
     return [int(i) for i in batch.input_ids[row][seen]], [int(p) for p in batch.position_ids[row][seen]]
 
 

@@ -41,9 +41,7 @@ def test_a_resumed_run_takes_bitwise_the_same_next_steps(dtype, model_dir, tmp_p
         assert {k: v for k, v in ours.items() if "seconds" not in k} == {
             k: v for k, v in theirs.items() if "seconds" not in k
         }
-    for (name, a), b in zip(
-        trainer.policy.model.named_parameters(), resumed.policy.model.parameters(), strict=True
-    ):
+    for (name, a), b in zip(trainer.policy.model.named_parameters(), resumed.policy.model.parameters(), strict=True):
         assert torch.equal(a, b), name
 
 

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen2Config
 
+from services.learner import attention
 from services.learner import policy as policy_module
 from services.learner.policy import Policy
 from specroll_core.contracts import SamplingParams
@@ -61,12 +62,32 @@ def test_logprobs_are_those_of_the_final_law_however_they_are_chunked(law, layou
 def test_long_shared_rows_take_the_fused_attention_and_agree(model_dir, monkeypatch):
     policy = Policy(model_dir, torch.float32, torch.device("cpu"))
     batch = pack(GROUPS, "shared")
+    calls = []
+    fused_attention = attention.sdpa_attention_forward
+    monkeypatch.setattr(
+        attention, "sdpa_attention_forward", lambda *a, **k: (calls.append(1), fused_attention(*a, **k))[1]
+    )
     with torch.no_grad():
-        eager = policy.token_logprobs(batch, LAWS[0]).logprobs
-        monkeypatch.setattr(policy_module, "_CPU_EAGER_LENGTH", 1)
+        plain = policy.token_logprobs(batch, LAWS[0]).logprobs
+        assert not calls
+        monkeypatch.setattr(attention, "PLAIN_LENGTH", 1)
         fused = policy.token_logprobs(batch, LAWS[0]).logprobs
-    assert policy.model.config._attn_implementation == "sdpa"
-    assert torch.allclose(eager, fused, atol=1e-5)
+    assert len(calls) == 2
+    assert torch.allclose(plain, fused, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (LlamaConfig(), None),
+        (MistralConfig(sliding_window=4096), "padded"),
+        (MistralConfig(sliding_window=None), None),
+        (Qwen2Config(use_sliding_window=False), None),
+        (Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=1), "padded"),
+    ],
+)
+def test_models_with_windows_do_not_share_prompts(config, layout):
+    assert (None if policy_module._attends_to_everything(config) else "padded") == layout
 
 
 def test_a_saved_policy_loads_with_transformers(model_dir, tmp_path):
@@ -81,7 +102,9 @@ def test_a_saved_policy_loads_with_transformers(model_dir, tmp_path):
     source, saved = AutoTokenizer.from_pretrained(model_dir), AutoTokenizer.from_pretrained(tmp_path / "saved")
     message = [{"role": "user", "content": "2 + 2?"}]
     assert saved.apply_chat_template(message, tokenize=False) == source.apply_chat_template(message, tokenize=False)
-    assert (tmp_path / "saved/generation_config.json").read_bytes() == (model_dir / "generation_config.json").read_bytes()
+    assert (tmp_path / "saved/generation_config.json").read_bytes() == (
+        model_dir / "generation_config.json"
+    ).read_bytes()
     assert not list((tmp_path / "saved").glob("*.bin"))
 
 
