@@ -1,0 +1,210 @@
+"""Exact verification: walk the tree so that the emitted tokens have the target's law, whatever was proposed.
+
+At a node let p be the target's **final** law (`law.py`) and S the tokens of its deterministic children.
+
+- *Target-match*, where no child was sampled: draw y from p. If a child carries y, descend; otherwise y is the next
+  pending token. Exact for any children that were chosen without knowledge of the draw. The walk goes on with
+  probability `sum_S p`. At temperature 0 it is the argmax walk.
+- *One sampled child*: the last child carries X, drawn from q_S, the head's law renormalised outside S. Accept X with
+  probability `min(1, p(X) / q_S(X))`; otherwise draw y from the residual, proportional to `p(y)` on S and to
+  `p(y) - min(p(y), q_S(y))` elsewhere; descend where y is in S, else y is the next pending token. The emitted token
+  has law p: acceptance gives `min(p, q_S)`, and the residual's total is just the probability of rejection,
+  `1 - sum min(p, q_S)`. The walk goes on with probability `sum_S p + sum_{y not in S} min(p(y), q_S(y))`.
+  This is speculative sampling (arXiv 2211.17192) with a deterministic part in front, as in 2502.18779.
+
+The rule needs that nothing decided at the node depends on X; `tree.py` guarantees it. A slot without mass outside S is
+never accepted, which is target-match on S.
+
+The behaviour log-probability of an emitted token is log p at its node, however it came about: its marginal
+law given what precedes it is p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specroll_core.law import LawParams, final_logprobs, sample
+from specroll_core.proposal import DepthLaws
+from specroll_core.scorer import CountTableScorer
+from specroll_core.tree import DraftTree
+
+# Returns the logits [n, V] of nodes: (request [n], node [n]) -> [n, V]. Penalties and logit bias are applied here.
+NodeLogits = Callable[[Tensor, Tensor], Tensor]
+
+# Below this a slot's mass outside S is rounding of the head's law.
+_MIN_MASS = 1e-9
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What B requests emit this round. L is one more than the deepest node of the batch.
+
+    tokens: [B, L] int64, accepted tokens and then the next pending token, -1 beyond. logprobs: [B, L] float32, log p
+    of the final law at each token's node, 0 beyond. lengths: [B] int64, emitted tokens: accepted + 1.
+    nodes: [B, L] int64, the nodes on the walk from the root 0 on; entry i is where token i was decided, so the KV of
+    nodes[:, :lengths] is kept and token i < lengths - 1 is that of nodes[:, i + 1]; -1 beyond.
+    child_probs: [B, N] float32, the target's probability of each deterministic node whose parent was visited, NaN
+    elsewhere. slot_accept, slot_remainder: [B, N] float32, for slots whose parent was visited the exact probability of
+    acceptance and the target's mass outside S, NaN elsewhere. All three feed the scorer.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    lengths: Tensor
+    nodes: Tensor
+    child_probs: Tensor
+    slot_accept: Tensor
+    slot_remainder: Tensor
+
+    @property
+    def pending(self) -> Tensor:
+        """[B] int64: the last emitted token, which starts the next round."""
+        return self.tokens.gather(1, self.lengths[:, None] - 1).squeeze(1)
+
+    @property
+    def last_nodes(self) -> Tensor:
+        """[B] int64: the node at which the pending token was decided, whose hidden state precedes it."""
+        return self.nodes.gather(1, self.lengths[:, None] - 1).squeeze(1)
+
+
+def verify(
+    tree: DraftTree, logits: Tensor | NodeLogits, params: LawParams, uniforms: Tensor, laws: DepthLaws | None = None
+) -> Verified:
+    """Walks B trees at once, evaluating the final law at visited nodes only.
+
+    logits: [B, N, V] or a function that gathers rows. uniforms: [B, >= depth + 1, 2] float64 in [0, 1), for the coin
+    and for the draw at each level, independent of those the tree was built with. laws: those that sampled
+    children were drawn from, needed where the tree has any.
+
+    On a CPU finished requests leave the batch after each level; on a GPU all rows walk to the deepest level
+    and nothing waits for the device.
+    """
+    B, N = tree.tokens.shape
+    device = tree.tokens.device
+    levels = tree.depth + 1
+    assert uniforms.shape[0] == B == params.rows
+    assert uniforms.shape[1] >= levels
+    assert laws is not None or not tree.any_sampled
+    node_logits = _gather_from(logits) if isinstance(logits, Tensor) else logits
+
+    tokens = torch.full((B, levels), -1, dtype=torch.int64, device=device)
+    nodes = torch.full((B, levels), -1, dtype=torch.int64, device=device)
+    logprobs = torch.zeros(B, levels, dtype=torch.float32, device=device)
+    lengths = torch.zeros(B, dtype=torch.int64, device=device)
+    child_probs, slot_accept, slot_remainder = torch.full((3, B, N), torch.nan, device=device)
+
+    request = torch.arange(B, device=device)
+    node = torch.zeros(B, dtype=torch.int64, device=device)
+    alive = torch.ones(B, dtype=torch.bool, device=device)
+    for level in range(levels):
+        log_p = final_logprobs(node_logits(request, node), params.select(request))
+        p = log_p.exp()
+        children = (tree.parents[request] == node[:, None]) & tree.valid[request]
+        slots = children & tree.sampled[request]
+        child_tokens = tree.tokens[request]
+        p_child = p.gather(1, child_tokens)
+        known = children & ~slots & alive[:, None]
+        child_probs[request] = torch.where(known, p_child, child_probs[request])
+
+        coin, draw = uniforms[request, level].unbind(-1)
+        if tree.any_sampled and level < levels - 1:
+            assert laws is not None
+            y, accept, remainder = _draw_with_slots(
+                p, p_child, tree, laws, request, level + 1, children, slots, coin, draw
+            )
+            here = slots & alive[:, None]
+            slot_accept[request] = torch.where(here, accept[:, None], slot_accept[request])
+            slot_remainder[request] = torch.where(here, remainder[:, None], slot_remainder[request])
+        else:
+            y = _draw(p, params, draw)
+
+        hit = children & (child_tokens == y[:, None])
+        tokens[request, level] = torch.where(alive, y, tokens[request, level])
+        nodes[request, level] = torch.where(alive, node, nodes[request, level])
+        chosen = log_p.gather(1, y[:, None]).squeeze(1)
+        logprobs[request, level] = torch.where(alive, chosen, logprobs[request, level])
+        lengths[request] += alive
+        alive = alive & hit.any(-1)
+        node = torch.where(alive, hit.to(torch.int64).argmax(-1), node)
+        if device.type == "cpu":
+            request, node, alive = request[alive], node[alive], alive[alive]
+            if request.numel() == 0:
+                break
+    return Verified(tokens, logprobs, lengths, nodes, child_probs, slot_accept, slot_remainder)
+
+
+def credit(scorer: CountTableScorer, tree: DraftTree, verified: Verified) -> None:
+    """Tells the scorer what the target thought of the children of visited nodes."""
+    seen = ~verified.child_probs.isnan()
+    scorer.update(tree.cells[seen], verified.child_probs[seen])
+    if tree.any_sampled:
+        seen = ~verified.slot_accept.isnan()
+        scorer.update_tails(tree.tail_cells[seen], verified.slot_accept[seen], verified.slot_remainder[seen])
+
+
+def _draw_with_slots(
+    p: Tensor,
+    p_child: Tensor,
+    tree: DraftTree,
+    laws: DepthLaws,
+    request: Tensor,
+    depth: int,
+    children: Tensor,
+    slots: Tensor,
+    coin: Tensor,
+    draw: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One emitted token per row, with the sampled-child rule where a row has a slot and target-match elsewhere.
+
+    Returns the tokens [n], P(slot accepted) [n] and the target's mass outside S [n]; rows without slot: 0 and unused.
+    """
+    slot = slots.to(torch.int64).argmax(-1)
+    mass = torch.where(slots.any(-1), tree.slot_mass[request].gather(1, slot[:, None]).squeeze(1), 0.0)
+    live = mass > _MIN_MASS
+    if depth <= laws.depth:
+        q = laws.row(request, torch.full_like(request, depth))
+    else:
+        assert not bool(slots.any()), "a sampled child needs a law at its depth"
+        q = torch.zeros_like(p)
+    # q_S as if S were empty; S is put right below. Rows without a live slot get the zero law.
+    scale = torch.where(live, 1.0 / mass.clamp_min(_MIN_MASS), 0.0).to(q.dtype)
+    residual = _subtract(p, q * scale[:, None], laws)
+
+    # On S the residual is p itself. S holds each token once, so adding the difference sets the value.
+    tokens = tree.tokens[request]
+    in_s = children & ~slots
+    residual.scatter_add_(1, tokens, torch.where(in_s, p_child - residual.gather(1, tokens), 0.0))
+    total = residual.sum(-1)
+
+    x = tokens.gather(1, slot[:, None])
+    column = laws.vocabulary.to_column(x)
+    q_x = torch.where(column >= 0, q.gather(1, column.clamp_min(0)), 0.0).squeeze(1) * scale
+    p_x = p.gather(1, x).squeeze(1)
+    # Where nothing is left to draw from, rejection has probability 0 up to rounding.
+    accepted = live & ((coin * q_x < p_x) | (total <= 0))
+    safe = torch.where((total > 0)[:, None], residual, p)
+    y = torch.where(accepted, x.squeeze(1), sample(safe, draw))
+    s_mass = torch.where(in_s, p_child, 0.0).sum(-1)
+    return y, (1 - total).clamp(0, 1), (1 - s_mass).clamp(0, 1)
+
+
+def _subtract(p: Tensor, q: Tensor, laws: DepthLaws) -> Tensor:
+    """[n, V]: p - min(p, q), with q [n, M] over the proposal vocabulary's columns."""
+    ids = laws.vocabulary.ids
+    if ids is None:
+        return (p - q).clamp_min_(0)
+    out = p.clone()
+    out[:, ids] = (p[:, ids] - q).clamp_min_(0)
+    return out
+
+
+def _draw(p: Tensor, params: LawParams, uniforms: Tensor) -> Tensor:
+    return p.argmax(-1) if params.all_greedy else sample(p, uniforms)
+
+
+def _gather_from(logits: Tensor) -> NodeLogits:
+    return lambda request, node: logits[request, node]
