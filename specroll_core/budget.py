@@ -1,0 +1,152 @@
+"""How many nodes to verify per request, and when none: the most tokens per second that the step can give.
+
+With B requests and N nodes each (root included), a step emits about B A(N) tokens and takes t(B N) seconds. A comes
+from the scorer's calibrated path probabilities, corrected by what was observed; t from `cost.py`. The best N is
+taken of `BUDGETS`; N = 1 is plain decoding. Speculation starts for a predicted gain of at least 5 % (EfficientRollout,
+arXiv 2606.18967), stops below 0, and another N must be better by 2 %.
+
+Exploration (an epsilon-greedy bandit as in TLT, 2511.16665) keeps predictions honest, but only neighbours of the
+chosen N are tried, and only while all exploring has cost less than 1 % of the time so far.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from specroll_core.cost import StepTimeModel
+
+BUDGETS = (1, 2, 4, 6, 8, 12, 16, 24)
+
+_START_GAIN = 1.05
+_STOP_GAIN = 1.0
+_SWITCH_GAIN = 1.02
+_EXPLORE_SHARE = 0.01
+
+# Weight of one step in the running means: about the last hundred steps.
+_SMOOTHING = 0.02
+
+
+def prior_budget(batch: int, peak_tokens: int, budgets: Sequence[int] = BUDGETS) -> int:
+    """The budget before anything is measured: the largest with batch x N at most `peak_tokens`, 512 on a large GPU
+    (FastGRPO, arXiv 2509.21792), else 1."""
+    return max((n for n in budgets if batch * n <= peak_tokens), default=1)
+
+
+class AcceptanceModel:
+    """A(N): expected tokens per round and request with N nodes, for every N at once.
+
+    A tree grown best-first holds the smaller trees in its beginning, so the sorted path probabilities of one tree
+    give the curve. It is averaged over rounds and scaled by observed / predicted.
+    """
+
+    def __init__(self, largest: int = BUDGETS[-1]) -> None:
+        self._gains = [0.0] * (largest - 1)
+        self._weights = [0.0] * (largest - 1)
+        self._observed = self._predicted = 0.0
+
+    def observe(self, path_scores: Sequence[Sequence[float]], lengths: Sequence[int]) -> None:
+        """One round. path_scores[b]: P(node emitted) of request b's nodes beside the root; lengths[b]: tokens that it
+        emitted, the bonus included. Requests without nodes are left out."""
+        drafted = [(sorted(s, reverse=True), n) for s, n in zip(path_scores, lengths, strict=True) if len(s)]
+        if not drafted:
+            return
+        for rank in range(min(len(self._gains), max(len(s) for s, _ in drafted))):
+            here = [s[rank] for s, _ in drafted if len(s) > rank]
+            mean = sum(here) / len(here)
+            self._weights[rank] += _SMOOTHING * (1 - self._weights[rank])
+            self._gains[rank] += _SMOOTHING * (mean - self._gains[rank])
+        predicted = sum(sum(s) for s, _ in drafted) / len(drafted)
+        observed = sum(n - 1 for _, n in drafted) / len(drafted)
+        self._predicted += _SMOOTHING * (predicted - self._predicted)
+        self._observed += _SMOOTHING * (observed - self._observed)
+
+    @property
+    def known(self) -> bool:
+        return self._weights[0] > 0
+
+    def expected(self, nodes: int) -> float:
+        """Tokens per round with `nodes` nodes, at least 1 and never falling in `nodes`.
+
+        Ranks that were never drafted continue the last known one, halved per doubling of the rank.
+        """
+        total, last, last_rank = 0.0, 0.0, 1
+        for rank in range(nodes - 1):
+            if self._weights[rank] > 0:
+                last, last_rank = self._gains[rank] / self._weights[rank], rank + 1
+                total += last
+            else:
+                total += last * last_rank / (rank + 1)
+        ratio = self._observed / self._predicted if self._predicted > 0 else 1.0
+        return 1.0 + total * ratio
+
+
+class BudgetPolicy:
+    """Chooses N for every step. Deterministic for a seed and a history; one per worker.
+
+    budgets: allowed values, ascending, 1 among them (with CUDA graphs, the captured widths). peak_tokens: the prior's.
+    """
+
+    def __init__(
+        self, budgets: Sequence[int] = BUDGETS, peak_tokens: int = 32, epsilon: float = 0.1, seed: int = 0
+    ) -> None:
+        if list(budgets) != sorted(set(budgets)) or not budgets or budgets[0] != 1:
+            raise ValueError("budgets must be ascending and begin with 1 (plain decoding).")
+        if not 0 <= epsilon <= 1:
+            raise ValueError("epsilon must lie between 0 and 1.")
+        self.budgets = tuple(budgets)
+        self.times = StepTimeModel()
+        self.acceptance = AcceptanceModel(max(2, self.budgets[-1]))
+        self._peak = peak_tokens
+        self._epsilon = epsilon
+        self._random = random.Random(seed)  # noqa: S311 - exploration, nothing secret
+        self._current: dict[int, int] = {}
+        self._spent = self._elapsed = 0.0
+        self._exploring: float | None = None
+
+    def choose(self, batch: int) -> int:
+        """N for a step of `batch` requests. Steps of similar batch sizes share their hysteresis."""
+        assert batch >= 1
+        self._exploring = None
+        key = batch.bit_length()
+        best = self._best(batch, self._current.get(key))
+        self._current[key] = best
+        return self._explore(batch, best)
+
+    def record(self, batch: int, nodes: int, seconds: float) -> None:
+        """The measured time of the step that was chosen last."""
+        self.times.record(batch * nodes, seconds)
+        self._elapsed += seconds
+        if self._exploring is not None:
+            self._spent += max(0.0, seconds - self._exploring)
+            self._exploring = None
+
+    def gain(self, batch: int, nodes: int) -> float:
+        """Predicted tokens per second relative to plain decoding."""
+        return self.acceptance.expected(nodes) * self.times.predict(batch) / self.times.predict(batch * nodes)
+
+    def _best(self, batch: int, current: int | None) -> int:
+        if not (self.times.known and self.acceptance.known):
+            return prior_budget(batch, self._peak, self.budgets)
+        if not self.times.measured(batch):
+            return 1  # every gain is relative to plain decoding here, and one step tells what that costs
+        gains = {n: self.gain(batch, n) for n in self.budgets}
+        best = max(self.budgets, key=lambda n: (gains[n], -n))
+        if current is None or current == 1:
+            return best if gains[best] >= _START_GAIN else 1
+        if gains[best] < _STOP_GAIN or best == 1:
+            return 1
+        return best if gains[best] >= _SWITCH_GAIN * gains[current] else current
+
+    def _explore(self, batch: int, best: int) -> int:
+        if self._random.random() >= self._epsilon or self._spent > _EXPLORE_SHARE * self._elapsed:
+            return best
+        at = self.budgets.index(best)
+        neighbours = [self.budgets[i] for i in (at - 1, at + 1) if 0 <= i < len(self.budgets)]
+        if not neighbours:
+            return best
+        tried = self._random.choice(neighbours)
+        # What the same tokens would have cost with the best budget.
+        rate = self.acceptance.expected(tried) / self.acceptance.expected(best)
+        self._exploring = self.times.predict(batch * best) * rate
+        return tried
