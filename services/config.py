@@ -182,7 +182,7 @@ class LearnerConfig(Section):
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = Field(1.0, gt=0)
     minibatches: int = Field(1, ge=1)
-    micro_batch_groups: int = Field(1, ge=1)
+    micro_batch_groups: int = Field(2, ge=1)
     threads: int = Field(0, ge=0)
     cpus: tuple[int, ...] = ()
     device: str = "auto"
