@@ -28,23 +28,23 @@ class Learner(learner_pb2_grpc.LearnerServiceServicer):
         self.remaining = context.time_remaining()
         return learner_pb2.RegisterResponse(run_id=request.worker_id)
 
-    def FetchPolicy(self, request, context):  # noqa: N802, ARG002
+    def FetchPolicy(self, request, context):  # noqa: N802
         for offset in range(0, request.version, 2**20):
             yield artifact_pb2.ArtifactChunk(offset=offset, data=bytes(min(2**20, request.version - offset)))
 
 
 class Rollout(rollout_pb2_grpc.RolloutServiceServicer):
-    async def UpdatePolicy(self, requests, context):  # noqa: N802, ARG002
+    async def UpdatePolicy(self, requests, context):  # noqa: N802
         total = 0
         async for request in requests:
             total += len(request.chunk.data)
         return rollout_pb2.UpdatePolicyResponse(in_flight=total)
 
-    async def Generate(self, request, context):  # noqa: N802, ARG002
+    async def Generate(self, request, context):  # noqa: N802
         for token in request.prompt_ids:
             yield rollout_pb2.GenerateResponse(token_ids=[token])
 
-    async def GetStatus(self, request, context):  # noqa: N802, ARG002
+    async def GetStatus(self, request, context):  # noqa: N802
         return rollout_pb2.RolloutStatus(worker_id="w")
 
 
