@@ -8,11 +8,6 @@ from __future__ import annotations
 
 import os
 
-# Set by `RolloutEngine` before SGLang's processes start. Without it the package only registers names, so an
-# SGLang server that somebody starts from the same environment behaves as if this package were not there.
-ENABLE_VARIABLE = "SPECROLL_ENGINE"
-
-SAMPLING_BACKEND = "specroll"
 CPU_ATTENTION_BACKEND = "specroll_cpu"
 
 

@@ -19,11 +19,10 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-# Keys and values of one chunk, both together: past the second-level cache a gather costs more than a loop.
-_CHUNK_BYTES = 1 << 20
-# Up to this many query tokens the heads of a group are folded into one call; longer ones are called one by one,
-# so that causal calls can skip the upper half.
-_FOLD_QUERIES = 64
+# Keys and values of one chunk, both together: past the cache a gather costs more than a loop.
+_CHUNK_BYTES = 1 << 22
+# Queries of one masked call: a long extend is cut into blocks, so that a block skips the keys after it.
+_BLOCK_QUERIES = 256
 
 
 @dataclass
@@ -138,29 +137,21 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, chunks: list[Chunk], scale: 
 
 
 def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, chunk: Chunk, scale: float) -> Tensor:
-    """Returns [requests, queries, key heads, group, value D], which is also the order of the query heads."""
+    """Returns [requests, queries, query heads (or key heads, group), value D]."""
     b, n, length = chunk.requests, chunk.queries, chunk.keys
     key_heads = keys.shape[1]
     group = q.shape[1] // key_heads
     k = keys.index_select(0, chunk.slots).view(b, length, key_heads, -1).transpose(1, 2)
     v = values.index_select(0, chunk.slots).view(b, length, key_heads, -1).transpose(1, 2)
     k, v = k.to(q.dtype), v.to(q.dtype)
-    rows = q[chunk.rows].view(b, n, key_heads, group, -1).permute(0, 2, 3, 1, 4)  # [b, key heads, group, n, D]
-    if n == 1 or (n <= _FOLD_QUERIES and not chunk.causal):
-        folded = rows.reshape(b, key_heads, group * n, -1)
-        mask = chunk.folded_mask(group)
-        out = scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale).view(b, key_heads, group, n, -1)
-    else:
-        out = torch.stack(
-            [
-                scaled_dot_product_attention(
-                    rows[:, :, g], k, v, attn_mask=chunk.mask, is_causal=chunk.causal, scale=scale
-                )
-                for g in range(group)
-            ],
-            dim=2,
+    if chunk.causal:
+        rows = q[chunk.rows].view(b, n, -1, q.shape[2]).transpose(1, 2)
+        return scaled_dot_product_attention(rows, k, v, is_causal=True, scale=scale, enable_gqa=group > 1).transpose(
+            1, 2
         )
-    return out.permute(0, 3, 1, 2, 4)
+    folded = q[chunk.rows].view(b, n, key_heads, group, -1).permute(0, 2, 3, 1, 4).reshape(b, key_heads, group * n, -1)
+    out = scaled_dot_product_attention(folded, k, v, attn_mask=chunk.folded_mask(group), scale=scale)
+    return out.view(b, key_heads, group, n, -1).permute(0, 3, 1, 2, 4)
 
 
 def plan_decode(
@@ -204,15 +195,17 @@ def plan_extend(
     """`lengths[r] - prefixes[r]` queries per request, causal, after a prefix that is in the pool already."""
     chunks, at = [], 0
     for request, length, prefix in zip(requests, lengths, prefixes, strict=True):
-        n = length - prefix
-        if n:
-            mask = None
-            if prefix and n > 1:
-                seen = torch.ones(n, length, dtype=torch.bool).tril(prefix)
-                mask = _additive(seen, dtype)[None, None]
-            slots = table[request, :length].long()
-            chunks.append(Chunk(slice(at, at + n), slots, 1, n, length, mask, causal=prefix == 0 and n > 1))
-        at += n
+        slots = table[request, :length].long()
+        if prefix == 0 and length > 1:
+            chunks.append(Chunk(slice(at, at + length), slots, 1, length, length, causal=True))
+        else:
+            for start in range(prefix, length, _BLOCK_QUERIES):
+                end = min(start + _BLOCK_QUERIES, length)
+                seen = torch.ones(end - start, end, dtype=torch.bool).tril(start)
+                rows = slice(at + start - prefix, at + end - prefix)
+                mask = _additive(seen, dtype)[None, None] if end - start > 1 else None
+                chunks.append(Chunk(rows, slots[:end], 1, end - start, end, mask))
+        at += length - prefix
     return chunks
 
 

@@ -10,11 +10,13 @@ import os
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from services.rollout.sglang_plugin import CPU_ATTENTION_BACKEND, ENABLE_VARIABLE, SAMPLING_BACKEND
-
-# Cores and OpenMP threads of the scheduler process, which runs the model: "0,1" and "2". Empty: not set.
-CPUS_VARIABLE = "SPECROLL_ENGINE_CPUS"
-THREADS_VARIABLE = "SPECROLL_ENGINE_THREADS"
+from services.rollout.sglang_plugin import CPU_ATTENTION_BACKEND
+from services.rollout.sglang_plugin.variables import (
+    CPUS_VARIABLE,
+    ENABLE_VARIABLE,
+    SAMPLER_VARIABLE,
+    THREADS_VARIABLE,
+)
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _BATCH = "sglang.srt.managers.schedule_batch"
@@ -22,7 +24,8 @@ _POLICY_MARK = "@policy="
 
 
 def register() -> None:
-    _register_backends()
+    if not _has_accelerator():
+        _register_attention()
     if os.environ.get(ENABLE_VARIABLE) != "1":
         return
     after, replace = HookType.AFTER, HookType.REPLACE
@@ -30,9 +33,10 @@ def register() -> None:
     HookRegistry.register(f"{_BATCH}.Req.__init__", _stamp_policy_version, after)
     HookRegistry.register(f"{_BATCH}.Req.reset_for_retract", _stamp_policy_version, after)
     HookRegistry.register(f"{_SCHEDULER}.Scheduler.record_weight_version_change", _restamp_waiting, after)
-    HookRegistry.register(
-        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", _keep_seeds, after
-    )
+    if os.environ.get(SAMPLER_VARIABLE) != "sglang":
+        HookRegistry.register("sglang.srt.layers.sampler.create_sampler", _make_sampler, replace)
+        target = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
+        HookRegistry.register(target, _complete_sampling_info, after)
     if not _has_accelerator():
         from services.rollout.sglang_plugin.kv_pool import assign_req_to_token_pool
 
@@ -40,24 +44,16 @@ def register() -> None:
         HookRegistry.register(target, assign_req_to_token_pool, replace)
 
 
-def _register_backends() -> None:
+def _register_attention() -> None:
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
-    from sglang.srt.layers.sampler import register_sampler_backend
 
-    def make_sampler():
-        from services.rollout.sglang_plugin.sampler import LawSampler
+    add_attention_backend_choices([CPU_ATTENTION_BACKEND])
 
-        return LawSampler()
+    @register_attention_backend(CPU_ATTENTION_BACKEND)
+    def make_backend(runner):
+        from services.rollout.sglang_plugin.attention import TorchTreeAttention
 
-    register_sampler_backend(SAMPLING_BACKEND, make_sampler)
-    if not _has_accelerator():
-        add_attention_backend_choices([CPU_ATTENTION_BACKEND])
-
-        @register_attention_backend(CPU_ATTENTION_BACKEND)
-        def make_backend(runner):
-            from services.rollout.sglang_plugin.attention import TorchTreeAttention
-
-            return TorchTreeAttention(runner)
+        return TorchTreeAttention(runner)
 
 
 def _has_accelerator() -> bool:
@@ -95,12 +91,16 @@ def _restamp_waiting(result, scheduler, *args, **kwargs) -> None:  # noqa: ARG00
         _stamp_policy_version(None, request)
 
 
-def _keep_seeds(result, cls, batch, *args, **kwargs):  # noqa: ARG001
-    """SGLang drops seeds unless its slower deterministic mode is on; ours costs nothing."""
-    from sglang.srt.runtime_context import get_exec
+def _make_sampler(backend: str | None = None):  # noqa: ARG001 (SGLang's signature)
+    """Replaced as a whole: on a CPU SGLang overrides whatever sampling backend was asked for."""
+    from services.rollout.sglang_plugin.sampler import LawSampler
 
-    if get_exec().kernel.sampling_backend == SAMPLING_BACKEND:
-        from services.rollout.sglang_plugin.sampler import set_request_seeds
+    return LawSampler()
 
-        set_request_seeds(result, batch)
+
+def _complete_sampling_info(result, cls, batch, *args, **kwargs):  # noqa: ARG001
+    from services.rollout.sglang_plugin.sampler import restore_penalties, set_request_seeds
+
+    set_request_seeds(result, batch)
+    restore_penalties(result, batch)
     return result

@@ -17,6 +17,13 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from services.rollout.sglang_plugin.counter_rng import uniforms
 from specroll_core.law import LawParams, final_logprobs, sample
 
+# Of each of SGLang's penalizers: what it applies to the logits, [B, V], and the requests' strengths, [B, 1].
+_PENALTY_FIELDS = {
+    "BatchedFrequencyPenalizer": ("cumulated_frequency_penalties", "frequency_penalties"),
+    "BatchedPresencePenalizer": ("cumulated_presence_penalties", "presence_penalties"),
+    "BatchedRepetitionPenalizer": ("cumulated_repetition_penalties", "repetition_penalties"),
+}
+
 
 class LawSampler(Sampler):
     """Penalties, logit bias and grammar masks are in the logits already when SGLang calls `forward`."""
@@ -85,6 +92,32 @@ def law_params(info: SamplingBatchInfo) -> LawParams:
 
 
 def set_request_seeds(info: SamplingBatchInfo, batch) -> None:
-    """Puts each request's own seed, [B] int64, where the sampler reads it; SGLang filters and merges it from there."""
+    """Puts each request's own seed, [B] int64, where the sampler reads it; SGLang filters and merges it from there.
+
+    Without SGLang's slower deterministic mode it would drop them.
+    """
     seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
     info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=info.temperatures.device)
+
+
+def restore_penalties(info: SamplingBatchInfo, batch) -> None:
+    """Counts the tokens that retracted requests have sampled already.
+
+    SGLang builds a batch's penalties as if every request in it were new, so without this a request that was
+    retracted, for memory or for a new policy, would go on under another law.
+    """
+    resumed = [(row, request) for row, request in enumerate(batch.reqs) if len(request.output_ids)]
+    if not resumed:
+        return
+    for kind, penalizer in info.penalizer_orchestrator.penalizers.items():
+        if not penalizer.is_prepared() or kind.__name__ == "BatchedMinNewTokensPenalizer":
+            continue  # a minimum length is not offered
+        applied, strength = _PENALTY_FIELDS[kind.__name__]
+        for row, request in resumed:
+            target: torch.Tensor = getattr(penalizer, applied)[row]
+            tokens = torch.tensor(request.output_ids, dtype=torch.int64, device=target.device)
+            step = getattr(penalizer, strength)[row].expand(tokens.shape)
+            if kind.__name__ == "BatchedFrequencyPenalizer":
+                target.scatter_add_(0, tokens, step)
+            else:
+                target.scatter_(0, tokens, step)

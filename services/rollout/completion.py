@@ -1,0 +1,60 @@
+"""What the engine returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specroll_core.contracts import FinishReason, SpecCounters, VersionSpan
+
+
+class EngineError(RuntimeError):
+    """The engine cannot serve: it did not start, or one of its processes died."""
+
+
+class PolicyUpdateError(RuntimeError):
+    """An update failed after it had begun; the message says which policy serves now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A sampled completion.
+
+    token_ids: every token that was sampled, a stop token and the tokens of a stop string included.
+    logprobs: of the final law (temperature, penalties, bias, top-k, top-p, min-p), one per token; 0 at temperature 0.
+    policy_version_spans: cover [0, len(token_ids)). cached_tokens: prompt tokens whose keys and values were reused.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    policy_version_spans: tuple[VersionSpan, ...]
+    cached_tokens: int
+    spec: SpecCounters = field(default_factory=SpecCounters)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionDelta:
+    """Tokens since the previous delta. `completion`, the whole of it, comes with the last one only."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    completion: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """pause_seconds: during which nothing was sampled. in_flight: requests that were kept across the update."""
+
+    pause_seconds: float
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """running, waiting: requests in the model's batch and before it. tokens_total: sampled since the start."""
+
+    policy_version: int
+    running: int
+    waiting: int
+    tokens_total: int
+    alive: bool

@@ -1,0 +1,10 @@
+"""Environment variables through which the engine tells SGLang's processes how to run."""
+
+# Set by `RolloutEngine` before SGLang's processes start. Without it the plugin only registers names, so an
+# SGLang server that somebody starts from the same environment behaves as if the plugin were not there.
+ENABLE_VARIABLE = "SPECROLL_ENGINE"
+# Cores and OpenMP threads of the scheduler process, which runs the model: "0,1" and "2".
+CPUS_VARIABLE = "SPECROLL_ENGINE_CPUS"
+THREADS_VARIABLE = "SPECROLL_ENGINE_THREADS"
+# "sglang" keeps SGLang's own sampler, for comparison; its log-probabilities are not those of the final law.
+SAMPLER_VARIABLE = "SPECROLL_ENGINE_SAMPLER"
