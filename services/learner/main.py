@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.config_loader import load_config
@@ -22,13 +22,17 @@ def main(path: Path | None, overrides: Sequence[str], *, resume: bool) -> int:
         run_dir.create(config, resume=resume and run_dir.exists)
     model_dir = fetch_model(config.model.source)
 
-    def run(stop: threading.Event) -> None:
+    def build(stop: threading.Event) -> Callable[[], None]:
         from services.learner.service import Learner
 
         learner = Learner(config, model_dir, resume=resume, stop=stop)
-        try:
-            learner.finish(learner.run())
-        finally:
-            learner.close()
 
-    return service_main("learner", config.logging.level, run)
+        def run() -> None:
+            try:
+                learner.finish(learner.run())
+            finally:
+                learner.close()
+
+        return run
+
+    return service_main("learner", config.logging.level, build)

@@ -174,7 +174,7 @@ class Learner:
             self.config, self.prompts.holdout[:count], workers, step=self.desk.step, stop=self.stop
         )
         self.report.add_evaluation(result)
-        self.metrics.write("eval", self.desk.step, {k: float(v) for k, v in asdict(result).items()})
+        self.metrics.write("eval", self.desk.step, {k: float(v) for k, v in asdict(result).items() if k != "step"})
         log.info("held-out reward %.3f [%.3f, %.3f]", result.reward, result.low, result.high)
 
     def record(self, groups: list[TrajectoryGroup], values: dict[str, float], waited: float) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Protocol
 
-from services.rollout.engine import Completion
+from services.rollout.completion import Completion
 from services.rollout.grading import Grade
 from specroll_core.contracts import FinishReason, PromptGroup, SamplingParams, Trajectory, TrajectoryGroup
 

@@ -18,16 +18,17 @@ from services.common.wire import (
     spec_to_proto,
     trajectory_group_to_proto,
 )
+from services.rollout.completion import PolicyUpdateError
 from services.rollout.engine import RolloutEngine
 from services.rollout.group_runner import GroupRunner
-from services.rollout.policy import Served, ServedPolicy
+from services.rollout.policy import PauseMode, Served, ServedPolicy
 from services.rollout.policy_store import PolicyStore
 from services.rollout.prompt_loop import PromptLoop
 from specroll.v1 import rollout_pb2, rollout_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_PAUSE_MODES = {
+_PAUSE_MODES: dict[int, PauseMode] = {
     rollout_pb2.PauseMode.PAUSE_MODE_RETRACT: "retract",
     rollout_pb2.PauseMode.PAUSE_MODE_IN_PLACE: "in_place",
 }
@@ -98,7 +99,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 chunks = (message.chunk async for message in request_iterator)
                 model_dir = await self._store.from_async_chunks(ref, chunks)
             report = await self._policy.load(model_dir, served, pause_mode=_PAUSE_MODES.get(header.pause_mode))
-        except (ArtifactError, ValueError) as error:
+        except (ArtifactError, PolicyUpdateError, ValueError) as error:
             log.error(
                 "policy version %d is refused, version %d goes on: %s", ref.version, self._policy.served.version, error
             )

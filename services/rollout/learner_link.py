@@ -11,7 +11,7 @@ from services.common import grpc_setup
 from services.common.lifecycle import Deadline
 from services.common.wire import prompt_group_from_proto
 from services.config import Config
-from services.config_loader import digest
+from services.config_loader import ConfigError, digest
 from specroll.v1 import artifact_pb2, learner_pb2, learner_pb2_grpc
 from specroll_core.contracts import PromptGroup
 
@@ -116,14 +116,14 @@ class FirstContact:
         self._channel.close()
 
     def register(self, worker_id: str, address: str, deadline: Deadline) -> learner_pb2.RegisterResponse:
-        """Tries until the learner answers. Raises LearnerGone after the deadline, ValueError where it refuses."""
+        """Tries until the learner answers. Raises LearnerGone after the deadline, ConfigError where it refuses."""
         request = register_request(self._config, worker_id, address)
         while True:
             try:
                 return self._stub.Register(request, timeout=_CALL_SECONDS, wait_for_ready=True)
             except grpc.RpcError as error:
                 if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
-                    raise ValueError(f"the learner refuses this worker: {error.details()}") from None
+                    raise ConfigError([f"The learner refuses this worker: {error.details()}."]) from None
                 if deadline.expired:
                     raise LearnerGone(
                         f"no learner answers at {self._config.rollout.learner} (rollout.learner): {error.details()}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.config_loader import load_config
@@ -17,9 +17,9 @@ def main(path: Path | None, overrides: Sequence[str]) -> int:
     limit_threads(config.rollout.engine.threads, config.rollout.engine.cpus)
     cache = config.rollout.cache
 
-    def run(stop: threading.Event) -> None:
+    def build(stop: threading.Event) -> Callable[[], None]:
         from services.rollout.service import RolloutWorker
 
-        RolloutWorker(config, cache=cache, stop=stop).run()
+        return RolloutWorker(config, cache=cache, stop=stop).run
 
-    return service_main("rollout", config.logging.level, run)
+    return service_main("rollout", config.logging.level, build)

@@ -6,8 +6,12 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from services.rollout.engine import RolloutEngine, UpdateReport
+from services.rollout.completion import UpdateReport
+from services.rollout.engine import RolloutEngine
+
+PauseMode = Literal["retract", "in_place"]
 
 log = logging.getLogger(__name__)
 
@@ -23,14 +27,14 @@ class Served:
 class ServedPolicy:
     """Loads policies into the engine, one after another, and knows what is served."""
 
-    def __init__(self, engine: RolloutEngine, served: Served, *, pause_mode: str) -> None:
+    def __init__(self, engine: RolloutEngine, served: Served, *, pause_mode: PauseMode) -> None:
         self._engine = engine
         self._pause_mode = pause_mode
         self._lock = asyncio.Lock()
         self.served = served
         self.updates = 0
 
-    async def load(self, model_dir: Path, new: Served, *, pause_mode: str | None = None) -> UpdateReport:
+    async def load(self, model_dir: Path, new: Served, *, pause_mode: PauseMode | None = None) -> UpdateReport:
         """Serves `new` from now on; requests in flight are kept. A policy that is served already is not loaded again.
 
         Raises ValueError where the files do not fit the engine: the old policy goes on serving.

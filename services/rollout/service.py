@@ -17,11 +17,13 @@ from pathlib import Path
 from services import queue
 from services.common import grpc_setup, lifecycle
 from services.common.keys import RunKeys
+from services.common.logs import setup_logging
 from services.common.metrics import serve_metrics
 from services.common.streams import StreamProducer
 from services.common.wire import serialize_trajectory_group
 from services.config import Config
 from services.models import load_tokenizer
+from services.rollout.completion import EngineError
 from services.rollout.engine import RolloutEngine
 from services.rollout.grading import GradingPool
 from services.rollout.group_runner import GroupRunner
@@ -71,7 +73,9 @@ class RolloutWorker:
             seed=config.run.seed,
         )
         try:
-            engine.run(self._serve(engine, model_dir, answer))
+            # SGLang installs its own handlers while it starts.
+            setup_logging("rollout", config.logging.level)
+            asyncio.run(self._serve(engine, model_dir, answer))
         finally:
             engine.close()
 
@@ -135,9 +139,9 @@ class RolloutWorker:
 
     async def _watch_engine(self, engine: RolloutEngine) -> None:
         """Raises within seconds of the scheduler's death."""
-        while True:
-            engine.check_alive()
+        while (await engine.status()).alive:
             await asyncio.sleep(_ENGINE_CHECK_SECONDS)
+        raise EngineError("one of the engine's processes has ended")
 
     async def _wait_for_stop(self) -> None:
         while not self._stop.is_set():

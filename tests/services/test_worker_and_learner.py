@@ -21,7 +21,7 @@ from services.learner.grpc_server import LearnerServicer
 from services.learner.lease_desk import LeaseDesk
 from services.learner.prompts import Prompt, PromptSet
 from services.learner.workers import Workers
-from services.rollout.engine import Completion, UpdateReport
+from services.rollout.completion import Completion, UpdateReport
 from services.rollout.grading import Grade
 from services.rollout.group_runner import GroupRunner
 from services.rollout.grpc_server import RolloutServicer

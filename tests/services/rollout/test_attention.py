@@ -35,7 +35,10 @@ def naive(q, keys, values, table, requests, seen):
         for row in visible:
             slots = [int(s) for s, see in zip(table[request].tolist(), row.tolist(), strict=False) if see]
             for h in range(HEADS):
-                k, v = keys[slots, h // (HEADS // KEY_HEADS)].double(), values[slots, h // (HEADS // KEY_HEADS)].double()
+                k, v = (
+                    keys[slots, h // (HEADS // KEY_HEADS)].double(),
+                    values[slots, h // (HEADS // KEY_HEADS)].double(),
+                )
                 weights = torch.softmax(k @ q[at, h].double() * SCALE, 0)
                 out[at, h * DIM : (h + 1) * DIM] = weights @ v
             at += 1

@@ -1,0 +1,68 @@
+"""Shared fixtures. One engine serves the whole session: starting one takes longer than most test files."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests.tiny is plain `tiny` to tests in any folder
+
+ENGINE_TIMEOUT_SECONDS = 300  # its start alone may take a minute on a busy machine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "engine" in getattr(item, "fixturenames", ()) or item.get_closest_marker("engine"):
+            item.add_marker(pytest.mark.engine)
+            item.add_marker(pytest.mark.timeout(ENGINE_TIMEOUT_SECONDS))
+
+
+@pytest.fixture(scope="session")
+def run() -> Iterator[Callable[..., Any]]:
+    """Runs a coroutine on one loop of the main thread, which all tests of a session share with the engine."""
+    loop = asyncio.new_event_loop()
+
+    def run_until_complete(coroutine: Coroutine[Any, Any, Any], timeout: float = 60) -> Any:
+        return loop.run_until_complete(asyncio.wait_for(coroutine, timeout))
+
+    yield run_until_complete
+    loop.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def other_tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another policy of the same architecture."""
+    from tiny import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "other", seed=1)
+
+
+@pytest.fixture(scope="session")
+def _session_engine(tiny_dir: Path, run: Callable[..., Any]) -> Iterator[Any]:
+    from services.config import EngineConfig
+    from services.rollout.engine import RolloutEngine
+
+    config = EngineConfig(threads=1, context_length=1024, max_total_tokens=8192, max_running_requests=16)
+    engine = RolloutEngine.start(config=config, dtype="float32", model_dir=tiny_dir, policy_version=0, seed=0)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(_session_engine: Any, tiny_dir: Path, run: Callable[..., Any]) -> Iterator[Any]:
+    """The session's engine on the tiny model in float32, serving policy 0 at the start of every test."""
+    yield _session_engine
+    if _session_engine.policy_version != 0:
+        run(_session_engine.update_policy(tiny_dir, 0, pause_mode="retract"))
