@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from services.config import Config
 from services.run_dir import RunDir
@@ -70,7 +69,7 @@ class Display:
         self.say(
             f"{line['step']:4d}/{self._config.learner.steps:<4d}"
             f"{_number(line, 'reward/mean'):7.3f}"
-            f"{_number(line, 'length/mean'):9.1f}"
+            f"{_number(line, 'completion/length/mean'):9.1f}"
             f"{_number(line, 'off_policy/staleness/mean'):7.2f}/{_number(line, 'off_policy/staleness/max'):.0f}"
             f"{seconds:9.1f}{_number(line, 'seconds/wait'):9.1f}"
             f"{_number(line, 'rollout/tokens_per_second'):10.0f}"
@@ -104,12 +103,12 @@ class Tail:
 def print_report(run_dir: RunDir) -> None:
     """The end of a run in a table; the same figures, and more, are in report.json."""
     report = json.loads(run_dir.report.read_text())
-    table = Table(title=f"run {report['run_id']}", show_header=False, title_justify="left")
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"\nrun {report['run_id']}", markup=False)
     for name, value in _rows(report):
-        table.add_row(name, value)
-    console = Console(highlight=False, soft_wrap=False)
-    console.print(table)
-    console.print(f"report: {run_dir.report}", markup=False)
+        # Plain lines and no table: paths are long, and a path that is cut off cannot be copied.
+        console.print(f"  {name:<24}{value}", markup=False)
+    console.print(f"  {'report':<24}{run_dir.report}", markup=False)
 
 
 def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -29,3 +29,8 @@ def limit_threads(threads: int, cpus: Sequence[int]) -> None:
         if missing:
             raise ValueError(f"cpus names processors that this machine does not offer: {sorted(missing)}")
         os.sched_setaffinity(0, cpus)
+
+
+def quiet_libraries() -> None:
+    """No progress bars in a service's log. Call it before transformers is imported, which reads the variable once."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

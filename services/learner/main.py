@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.config_loader import load_config
-from services.machine import limit_threads
+from services.machine import limit_threads, quiet_libraries
 from services.models import fetch_model
 from services.run_dir import RunDir
 from services.service_main import service_main
@@ -15,6 +15,7 @@ from services.service_main import service_main
 
 def main(path: Path | None, overrides: Sequence[str], *, resume: bool) -> int:
     config = load_config(path, overrides)
+    quiet_libraries()
     # Before torch is imported: OpenMP reads its settings once.
     limit_threads(config.learner.threads, config.learner.cpus)
     run_dir = RunDir(config.run.dir)

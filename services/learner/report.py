@@ -45,7 +45,7 @@ class ReportBuilder:
         """The report. Times in seconds, staleness in policy versions, null where nothing was measured."""
         steps, learner = self._steps, self._config.learner
         times = overlap.summary()
-        tokens = sum(s.get("tokens", 0.0) for s in steps)
+        tokens = sum(s.get("batch/tokens", 0.0) for s in steps)
         between = [b - a for a, b in zip(self._step_ends, self._step_ends[1:], strict=False)]
         last = steps[-1] if steps else {}
         return {

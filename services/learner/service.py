@@ -68,6 +68,7 @@ class Learner:
         self.desk = LeaseDesk(config, self.prompts, incarnation=secrets.token_hex(4), state=state)
         self.report = ReportBuilder(config, self.run_dir, started_at=time.time(), resumed_at_step=self.desk.step)
         self.overlap = Overlap()
+        self.last_step_at = time.monotonic()
 
         client, keys = queue.connect(config), RunKeys(self.run_dir.run_id)
         self.lock = ExclusiveLock(client, keys, "learner")
@@ -110,6 +111,7 @@ class Learner:
         if self.desk.step == 0:
             self.evaluate()
         self.desk.open()
+        self.last_step_at = time.monotonic()
         while not self.desk.finished:
             waited_from = time.monotonic()
             groups = self.batches.next_batch(self.stop, self.check_liveness)
@@ -178,7 +180,9 @@ class Learner:
         log.info("held-out reward %.3f [%.3f, %.3f]", result.reward, result.low, result.high)
 
     def record(self, groups: list[TrajectoryGroup], values: dict[str, float], waited: float) -> None:
-        counts = self.desk.counts()
+        counts, now = self.desk.counts(), time.monotonic()
+        values["rollout/tokens_per_second"] = values["batch/tokens"] / (now - self.last_step_at)
+        self.last_step_at = now
         values |= {
             f"queue/{name}": float(counts[name]) for name in ("leased", "ready", "expired_total", "returned_total")
         }

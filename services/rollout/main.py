@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.config_loader import load_config
-from services.machine import limit_threads
+from services.machine import limit_threads, quiet_libraries
 from services.service_main import service_main
 
 
 def main(path: Path | None, overrides: Sequence[str]) -> int:
     config = load_config(path, overrides)
+    quiet_libraries()
     # Before torch is imported: OpenMP reads its settings once, and the engine's processes inherit them.
     limit_threads(config.rollout.engine.threads, config.rollout.engine.cpus)
     cache = config.rollout.cache

@@ -72,7 +72,10 @@ class PromptLoop:
         except* RunFinished:
             log.info("the run is over")
         finally:
-            await self._cancel(list(self._running), "the worker stops")
+            lease_ids = list(self._running)
+            if lease_ids:
+                await self._cancel(lease_ids, "the worker stops")
+                await self._link.give_back(lease_ids, "the worker stops")
 
     async def _lease_for_ever(self) -> None:
         while True:

@@ -66,7 +66,7 @@ def test_the_loss_is_the_kl_of_the_right_positions() -> None:
                 p = (rows.hidden[j] @ language.lm_head.T).log_softmax(-1)
                 torch.testing.assert_close(got[i, k], (p.exp() * (p - q[i])).sum(), atol=1e-5, rtol=1e-4)
             else:
-                assert float(got[i, k]) == 0
+                assert float(got[i, k].detach()) == 0
 
 
 def test_heads_learn_the_laws_of_the_chain() -> None:
@@ -122,7 +122,7 @@ def test_an_anchor_holds_the_weights() -> None:
     for anchor in (0.0, 10.0):
         heads = fresh_heads()
         start = heads.up.detach().clone()
-        train_heads(heads, rows, language.lm_head, language.embedding, HeadTrainConfig(epochs=2, anchor=anchor))
+        train_heads(heads, rows, language.lm_head, language.embedding, HeadTrainConfig(epochs=20, anchor=anchor))
         moved.append(float((heads.up - start).norm()))
     assert moved[1] < 0.5 * moved[0]
 
@@ -141,7 +141,7 @@ def test_the_replay_predicts_what_speculative_decoding_does(sampled: bool) -> No
     )
     # Real decoding of many copies, in steady state.
     g = torch.Generator().manual_seed(8)
-    n, rounds, tokens = 2000, 24, 0
+    n, rounds, tokens = 800, 16, 0
     before = torch.randint(VOCAB, (n,), generator=g)
     pending = sample(language.logits(before).softmax(-1), torch.rand(n, generator=g, dtype=torch.float64))
     params = LawParams.build([1.0] * n)

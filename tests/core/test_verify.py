@@ -119,7 +119,7 @@ class Reactive:
 
 def test_the_law_holds_with_a_memory_that_reacts_to_draws() -> None:
     toy = ToyLanguage(vocab=3, seed=21)
-    setting = Setting({"temperature": 0.9, "top_p": 0.95}, 5, paths=lambda prefix: Reactive(prefix, 3))
+    setting = Setting({"temperature": 0.9, "top_p": 0.95}, 4, paths=lambda prefix: Reactive(prefix, 3))
     assert p_value(toy, setting, length=2, seed=5) > FAMILY
 
 

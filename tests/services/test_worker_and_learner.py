@@ -31,6 +31,7 @@ from services.rollout.policy_store import PolicyStore
 from services.rollout.prompt_loop import PromptLoop
 from specroll.v1 import learner_pb2_grpc, rollout_pb2_grpc
 from specroll_core.contracts import FinishReason, RewardStatus, SpecCounters, TrajectoryGroup, VersionSpan
+from specroll_core.ledger import Delivery
 
 WAIT = 30.0
 
@@ -140,11 +141,13 @@ class StoreOnAnotherMachine(PolicyStore):
 class WorkerEnd:
     """A worker without SGLang, on an event loop in a thread."""
 
-    def __init__(self, config: Config, learner: str, store: PolicyStore) -> None:
+    def __init__(
+        self, config: Config, learner: str, store: PolicyStore, *, blocked: bool, heartbeat_seconds: float
+    ) -> None:
         self.config = Config.model_validate(
             config.model_dump() | {"rollout": config.rollout.model_dump() | {"learner": learner}}
         )
-        self.store = store
+        self.store, self.blocked, self.heartbeat_seconds = store, blocked, heartbeat_seconds
         self.published: list[TrajectoryGroup] = []
         self.failure: BaseException | None = None
         self.ready = threading.Event()
@@ -156,6 +159,8 @@ class WorkerEnd:
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.engine = FakeEngine()
+        if self.blocked:
+            self.engine.release.clear()
         server = grpc_setup.aio_server("127.0.0.1", 0, security=self.config.security)
         store = self.store
         link = LearnerLink(self.config, worker_id="w1", address=f"127.0.0.1:{server.port}")
@@ -176,7 +181,7 @@ class WorkerEnd:
 
         self.prompt_loop = PromptLoop(
             link, runner, self.policy, capacity=2, publish=publish, load=load,
-            heartbeat_seconds=0.1, learner_timeout=self.config.rollout.learner_timeout_seconds,
+            heartbeat_seconds=self.heartbeat_seconds, learner_timeout=self.config.rollout.learner_timeout_seconds,
         )  # fmt: skip
         servicer = RolloutServicer(self.engine, runner, self.policy, store, self.prompt_loop, worker_id="w1")
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server.grpc)
@@ -204,12 +209,14 @@ class WorkerEnd:
 def ends(tmp_path: Path):
     made: list[Any] = []
 
-    def make(*, shared_files: bool = True, **learner: Any) -> tuple[LearnerEnd, WorkerEnd]:
+    def make(
+        *, shared_files: bool = True, blocked: bool = False, heartbeat_seconds: float = 0.1, **learner: Any
+    ) -> tuple[LearnerEnd, WorkerEnd]:
         config = make_config(**learner)
         a = LearnerEnd(config, tmp_path / "policies")
         a.publish(0, b"zero")
         store = (PolicyStore if shared_files else StoreOnAnotherMachine)(tmp_path / "cache")
-        b = WorkerEnd(config, a.address, store)
+        b = WorkerEnd(config, a.address, store, blocked=blocked, heartbeat_seconds=heartbeat_seconds)
         made.extend([b, a])
         return a, b
 
@@ -277,12 +284,27 @@ def test_a_group_that_fails_goes_back_and_is_sampled_again(ends) -> None:
 
 
 def test_a_silent_worker_loses_its_leases_and_they_are_given_out_again(ends) -> None:
-    learner, worker = ends(lease_seconds=1.0)
-    worker.in_loop(worker.engine.release.clear)
-    wait_until(lambda: len(worker.published) >= 2, WAIT, "the first groups")
+    learner, worker = ends(heartbeat_seconds=3600.0, blocked=True, lease_seconds=0.5)
+    wait_until(lambda: learner.desk.counts()["leased"] == 2, WAIT, "two leases")
+
+    def expired() -> bool:
+        learner.desk.expire()
+        return learner.desk.counts()["expired_total"] == 2
+
+    wait_until(expired, WAIT, "both leases to expire")
+    # What the worker says too late is welcome all the same, as nobody else has done it.
+    worker.in_loop(worker.engine.release.set)
+    wait_until(lambda: len(worker.published) >= 2, WAIT, "the late groups")
+    assert learner.desk.deliver(worker.published[0]) is Delivery.ACCEPTED
+
+
+def test_a_worker_that_is_stopped_gives_its_leases_back(ends) -> None:
+    learner, worker = ends(blocked=True)
+    wait_until(lambda: learner.desk.counts()["leased"] == 2, WAIT, "two leases")
     worker.close()
-    wait_until(lambda: learner.desk.expire() or learner.desk.counts()["leased"] == 0, WAIT, "the leases to expire")
     assert learner.desk.counts()["leased"] == 0
+    assert learner.desk.counts()["returned_total"] == 2
+    assert len(worker.engine.aborted) == 4, "both samples of both groups are ended in the engine"
 
 
 def test_a_restarted_learner_is_found_and_its_older_policy_loaded(ends, tmp_path: Path) -> None:
