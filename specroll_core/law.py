@@ -11,6 +11,7 @@ It is the law of SGLang 0.5.23's `top_k_top_p_min_p_sampling_from_probs_torch`:
 5. min-p keeps a token where p is at least min_p times the largest p;
 6. what is kept is renormalised.
 
+Of tokens tied at the edge SGLang keeps as many, but which ones is left to an unstable sort; here it is the lower ids.
 Temperature 0 is a point mass at the argmax. A filter that is off (top_k -1, top_p 1, min_p 0) removes
 nothing at all, so a request's law does not depend on the other rows of its batch.
 """
@@ -157,10 +158,9 @@ def final_logprobs(logits: Tensor, params: LawParams) -> Tensor:
     if params.all_greedy:
         return _point_mass(logits)
     scaled = _scaled(logits, params)
-    out = torch.log_softmax(scaled, dim=-1)
     if params.needs_filter:
-        kept = _support(out.detach().exp(), params)
-        out = torch.log_softmax(scaled.masked_fill(~kept, -math.inf), dim=-1)
+        scaled = scaled.masked_fill(~_support(scaled.detach().softmax(-1), params), -math.inf)
+    out = torch.log_softmax(scaled, dim=-1)
     if params.any_greedy:
         out = torch.where((params.temperature == 0)[:, None], _point_mass(logits), out)
     return out
@@ -179,8 +179,7 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, params: LawParams) -> Tens
         return _point_mass_at(logits, token_ids)
     scaled = _scaled(logits, params)
     if params.needs_filter:
-        kept = _support(scaled.detach().softmax(-1), params)
-        scaled = scaled.masked_fill(~kept, -math.inf)
+        scaled = scaled.masked_fill(~_support(scaled.detach().softmax(-1), params), -math.inf)
     out = scaled.gather(-1, token_ids[:, None]).squeeze(-1) - torch.logsumexp(scaled, dim=-1)
     if params.any_greedy:
         out = torch.where(params.temperature == 0, _point_mass_at(logits, token_ids), out)
