@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # tests.tiny is plain `tiny` to tests in any folder
 
 ENGINE_TIMEOUT_SECONDS = 300  # its start alone may take a minute on a busy machine
 
@@ -36,7 +33,7 @@ def run() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny import make_tiny_model
+    from tests.tiny import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
@@ -44,7 +41,7 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def other_tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another policy of the same architecture."""
-    from tiny import make_tiny_model
+    from tests.tiny import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "other", seed=1)
 

@@ -229,7 +229,7 @@ def test_a_corrupt_policy_is_refused_and_the_old_one_serves(engine, run, model, 
     def reshape(weights):
         weights[name] = weights[name][:-1].contiguous()
 
-    truncated = spoil(other_tiny_dir, tmp_path / "truncated", lambda w: None)
+    truncated = spoil(other_tiny_dir, tmp_path / "truncated", dict)
     data = (truncated / "model.safetensors").read_bytes()
     (truncated / "model.safetensors").write_bytes(data[:-100])
     cases = {
