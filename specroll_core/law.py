@@ -27,7 +27,7 @@ from torch import Tensor
 
 from specroll_core.contracts import SamplingParams
 
-# top_k that keeps every token of any vocabulary.
+# top_k that keeps every token of any vocabulary; SGLang's TOP_K_ALL.
 TOP_K_OFF = 1 << 30
 
 # A CPU sorts a whole vocabulary in milliseconds, but nearly all filters are decided by the largest
@@ -84,16 +84,18 @@ class LawParams:
             raise ValueError("top_p must be above 0 and at most 1.")
         if not all(0 <= p <= 1 for p in min_p):
             raise ValueError("min_p must lie between 0 and 1.")
+        top_k = [TOP_K_OFF if k == -1 else k for k in top_k]
         # A row that keeps one token is greedy: SGLang itself writes temperature 0 as top_k 1.
         greedy = [t == 0 or k == 1 for t, k in zip(temperature, top_k, strict=True)]
         kept_temperature = [0.0 if g else t for g, t in zip(greedy, temperature, strict=True)]
         return LawParams(
             temperature=torch.tensor(kept_temperature, dtype=torch.float32, device=device),
-            top_k=torch.tensor([TOP_K_OFF if k == -1 else k for k in top_k], dtype=torch.int64, device=device),
+            top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
             top_p=torch.tensor(top_p, dtype=torch.float32, device=device),
             min_p=torch.tensor(min_p, dtype=torch.float32, device=device),
             needs_filter=any(
-                not g and (k != -1 or p < 1 or m > 0) for g, k, p, m in zip(greedy, top_k, top_p, min_p, strict=True)
+                not g and (k < TOP_K_OFF or p < 1 or m > 0)
+                for g, k, p, m in zip(greedy, top_k, top_p, min_p, strict=True)
             ),
             all_greedy=all(greedy),
             any_greedy=any(greedy),
@@ -276,18 +278,23 @@ def _support(probs: Tensor, params: LawParams) -> Tensor:
     # Off is off: a cumulative sum that rounds above 1 must not cut the tail.
     top_p = torch.where(params.top_p < 1, params.top_p, math.inf)[:, None]
     unfiltered = (params.top_k >= vocab) & (params.top_p >= 1) & (params.min_p <= 0) | (params.temperature == 0)
+    count = torch.ones(len(probs), 1, dtype=torch.int64, device=probs.device)
+    edge = torch.zeros(len(probs), 1, device=probs.device)
+    rows = torch.arange(len(probs), device=probs.device)
     look = min(_FIRST_LOOK, vocab) if on_cpu else vocab
     while True:
-        ranked = probs.sort(-1, descending=True).values if look == vocab else probs.topk(look).values
-        keep = torch.arange(look, device=probs.device) < params.top_k[:, None]
-        keep &= ~(ranked.cumsum(-1) - ranked > top_p)
-        keep &= ~(ranked < ranked[:, :1] * params.min_p[:, None])
+        some = probs if len(rows) == len(probs) else probs[rows]
+        ranked = some.sort(-1, descending=True).values if look == vocab else some.topk(look).values
+        keep = torch.arange(look, device=probs.device) < params.top_k[rows, None]
+        keep &= ~(ranked.cumsum(-1) - ranked > top_p[rows])
+        keep &= ~(ranked < ranked[:, :1] * params.min_p[rows, None])
+        count[rows] = keep.sum(-1, keepdim=True)
+        edge[rows] = ranked.gather(-1, count[rows] - 1)
         # Each condition fails for good from some rank on: a row is decided once its last rank looked at fails.
-        if look == vocab or bool((~keep[:, -1] | unfiltered).all()):
+        if look == vocab or not bool((open_rows := keep[:, -1] & ~unfiltered[rows]).any()):
             break
+        rows = rows[open_rows]
         look = min(look * _LOOK_GROWTH, vocab)
-    count = keep.sum(-1, keepdim=True)
-    edge = ranked.gather(-1, count - 1)
     kept = probs >= edge
     if not on_cpu or bool((kept.sum(-1, keepdim=True) > count).any()):
         # Of the tokens tied at the edge, the lower ids rank first.

@@ -135,6 +135,7 @@ def test_requests_become_rows() -> None:
     assert (params.rows, params.needs_filter, params.any_greedy, params.all_greedy) == (3, True, True, False)
     assert not LawParams.build([1.0, 0.0], top_p=[1.0, 0.5]).needs_filter  # a greedy row needs no filter
     assert LawParams.build([0.0, 1.0], top_k=[-1, 1]).all_greedy
+    assert not LawParams.build([1.0], top_k=[1 << 30]).needs_filter
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""Uniforms from counters: what a request draws depends on its seed and round, never on its batch.
+
+SplitMix64's output function (Steele, Lea and Flood, OOPSLA 2014) applied to a hash of (seed, round, stream) plus an
+index. It runs on any device without state, so a request that was retracted, moved or batched anew goes on as it
+would have.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+_GOLDEN = -7046029254386353131  # 2^64 / golden ratio, odd, as int64
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+class Stream(IntEnum):
+    """Independent uses of one request's randomness."""
+
+    TREE = 1  # tokens of sampled children
+    VERIFY = 2  # coins and draws of the walk
+
+
+def uniforms(seeds: Tensor, rounds: Tensor, stream: Stream, count: int) -> Tensor:
+    """[B, count] float64 in [0, 1), multiples of 2^-53.
+
+    seeds: [B] int64, any values; rounds: [B] int64, the request's own count of rounds.
+    """
+    key = _mix(_mix(_mix(seeds) + rounds) + int(stream))
+    index = torch.arange(1, count + 1, device=seeds.device, dtype=torch.int64)
+    bits = _mix(key[:, None] + index * _GOLDEN)
+    return _shift(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = z + _GOLDEN
+    z = (z ^ _shift(z, 30)) * _MIX_1
+    z = (z ^ _shift(z, 27)) * _MIX_2
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
