@@ -47,8 +47,9 @@ class AcceptanceModel:
 
     def observe(self, path_scores: Sequence[Sequence[float]], lengths: Sequence[int]) -> None:
         """One round. path_scores[b]: P(node emitted) of request b's nodes beside the root; lengths[b]: tokens that it
-        emitted, the bonus included. Requests without nodes are left out."""
-        drafted = [(sorted(s, reverse=True), n) for s, n in zip(path_scores, lengths, strict=True) if len(s)]
+        emitted, the bonus included. Scores of 0 are padding; requests without nodes are left out."""
+        rows = [(sorted((x for x in s if x > 0), reverse=True), n) for s, n in zip(path_scores, lengths, strict=True)]
+        drafted = [(s, n) for s, n in rows if s]
         if not drafted:
             return
         for rank in range(min(len(self._gains), max(len(s) for s, _ in drafted))):

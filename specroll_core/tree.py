@@ -88,7 +88,7 @@ def build_tree(
     assert min(budgets) >= 1
     assert max(budgets) <= nodes <= MAX_NODES
     assert uniforms.shape[0] == len(pending) == len(budgets) == proposal.rows
-    growers = _growers(proposal, scorer, options)
+    growers = _growers(proposal, scorer, options, nodes)
     sketches = [Sketch(token, budget) for token, budget in zip(pending, budgets, strict=True)]
     for grower, sketch in zip(growers, sketches, strict=True):
         grower.grow(sketch, 0, range(1, len(sketch)))
@@ -100,9 +100,11 @@ def build_tree(
     return _assemble(sketches, nodes, proposal.tokens.device)
 
 
-def _growers(proposal: Proposal, scorer: Scorer, options: TreeOptions) -> list[Grower]:
+def _growers(proposal: Proposal, scorer: Scorer, options: TreeOptions, nodes: int) -> list[Grower]:
     c, cells = scorer.score_depths(proposal.log_q)
     c, order = c.sort(dim=-1, descending=True, stable=True)
+    # A tree of `nodes` cannot use more ranks than it has nodes beside the root.
+    c, order = c[..., :nodes], order[..., :nodes]
     tokens, cells, log_q = (x.gather(-1, order) for x in (proposal.tokens, cells, proposal.log_q))
     columns = zip(tokens.tolist(), c.tolist(), cells.tolist(), log_q.tolist(), strict=True)
     law_depth = proposal.laws.depth if proposal.laws is not None else 0
