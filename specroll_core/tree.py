@@ -100,6 +100,11 @@ def build_tree(
     return _assemble(sketches, nodes, proposal.tokens.device)
 
 
+def plain_tree(pending: Sequence[int], device: torch.device | str = "cpu") -> DraftTree:
+    """Trees of the root alone: plain decoding through the same verifier, with nothing proposed."""
+    return _assemble([Sketch(token, 1) for token in pending], 1, torch.device(device))
+
+
 def _growers(proposal: Proposal, scorer: Scorer, options: TreeOptions, nodes: int) -> list[Grower]:
     c, cells = scorer.score_depths(proposal.log_q)
     c, order = c.sort(dim=-1, descending=True, stable=True)

@@ -13,7 +13,7 @@ from specroll_core.growth import TreeOptions
 from specroll_core.law import final_logprobs
 from specroll_core.proposal import PathCandidate
 from specroll_core.scorer import CountTableScorer, Score
-from specroll_core.tree import DraftTree
+from specroll_core.tree import DraftTree, plain_tree
 from specroll_core.verify import credit, verify
 from tests.core.toy import Setting, ToyLanguage, chi_square_p, decode, grow, holm_rejects, one_law
 
@@ -218,6 +218,19 @@ def test_feedback_is_the_exact_acceptance_of_visited_children() -> None:
     scorer = CountTableScorer()
     credit(scorer, tree, result)
     assert float(scorer.counts[1].sum()) == float((~result.child_probs.isnan()).sum())
+
+
+def test_a_plain_tree_draws_one_token_from_the_law() -> None:
+    toy = ToyLanguage(vocab=6, seed=14)
+    params = one_law({"temperature": 0.8, "top_p": 0.9}, 50)
+    logits = toy.target[:50, None]
+    u = torch.rand(50, 1, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    result = verify(plain_tree([0] * 50), logits, params, u)
+    log_p = final_logprobs(logits[:, 0], params)
+    expected = (log_p.double().exp().cumsum(-1) <= u[:, 0, 1:]).sum(-1)
+    assert torch.equal(result.pending, expected)
+    assert torch.equal(result.lengths, torch.ones(50, dtype=torch.int64))
+    torch.testing.assert_close(result.logprobs, log_p.gather(1, expected[:, None]))
 
 
 def test_the_walk_is_consistent() -> None:
