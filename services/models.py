@@ -49,7 +49,7 @@ def fetch_model(source: str, cache_dir: Path | None = None) -> Path:
     if source == BUNDLED:
         return _fetch_once(cache / BUNDLED_NAME, source, _build_bundled)
     local = Path(source).expanduser()
-    if local.is_dir():
+    if source and local.is_dir():
         check_model_dir(local)
         return local.resolve()
     if not _HUB_ID.fullmatch(source) or source.startswith("."):

@@ -289,6 +289,7 @@ class RolloutEngine:
     def _on_death(self, process: Any) -> None:
         assert self._loop is not None
         self._loop.remove_reader(process.sentinel)
+        process.join(timeout=1)  # it is over already; this fetches the exit code
         self._fail(f"The engine's process {process.pid} ended with exit code {process.exitcode}.")
 
     def _fail(self, reason: str) -> None:
@@ -303,7 +304,8 @@ class RolloutEngine:
         assert self._failed is not None
         task = asyncio.ensure_future(awaitable)
         try:
-            await asyncio.wait({task, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {task, self._failed}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             task.cancel()
             await asyncio.wait({task})
