@@ -64,7 +64,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="first steps of each run that are left out")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of TRL's process")
-    parser.add_argument("--dtype", choices=["autocast", "bfloat16"], default="autocast", help="how TRL computes")
+    parser.add_argument("--dtype", choices=["autocast", "float32"], default="autocast", help="how TRL computes")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="settings of SpecRoll's side")
     parser.add_argument("--only", choices=["trl", "specroll"])
     parser.add_argument("--trl-python", type=Path, default=DEFAULT_TRL)
@@ -180,10 +180,9 @@ def run_trl_side(job: dict[str, Any]) -> int:
         save_strategy="no",
         seed=job["seed"],
     )
-    dtype = torch.float32 if job["dtype"] == "autocast" else torch.bfloat16
     tokenizer = AutoTokenizer.from_pretrained(job["model"], padding_side="left")
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype),
+        model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
         processing_class=tokenizer,
         reward_funcs=reward,
         args=arguments,
