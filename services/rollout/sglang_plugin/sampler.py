@@ -14,8 +14,8 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from services.rollout.sglang_plugin.counter_rng import uniforms
 from specroll_core.law import LawParams, final_logprobs, sample
+from specroll_core.randomness import Stream, uniforms
 
 # Of each of SGLang's penalizers: what it applies to the logits, [B, V], and the requests' strengths, [B, 1].
 _PENALTY_FIELDS = {
@@ -50,7 +50,8 @@ class LawSampler(Sampler):
         if sampling_info.is_all_greedy:
             tokens = logits.argmax(-1)
         else:
-            tokens = sample(logprobs.exp(), uniforms(sampling_info.sampling_seed, positions))
+            drawn = uniforms(sampling_info.sampling_seed, positions, Stream.VERIFY, 1)[:, 0]
+            tokens = sample(logprobs.exp(), drawn)
         if return_logprob:
             self._report(logits_output, logprobs, tokens, top_logprobs_nums, token_ids_logprobs)
         self._sync_token_ids_across_tp(tokens, sampling_info)

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import torch
 
-from services.rollout.sglang_plugin.counter_rng import uniforms
 from services.rollout.sglang_plugin.sampler import law_params
 from specroll_core.contracts import SamplingParams
 from specroll_core.law import LawParams, final_logprobs, sample
+from specroll_core.randomness import Stream, uniforms
 
 REQUESTS = [
     SamplingParams(temperature=0),
@@ -54,7 +54,8 @@ def test_draws_by_seed_and_position_follow_the_law():
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(1)) * 2
     probs = final_logprobs(logits, LawParams.build([0.8], top_p=[0.95])).exp()
     positions = torch.arange(draws)
-    tokens = sample(probs.expand(draws, -1), uniforms(torch.tensor([99]), positions))
+    drawn = uniforms(torch.full((draws,), 99), positions, Stream.VERIFY, 1)[:, 0]
+    tokens = sample(probs.expand(draws, -1), drawn)
     counts = torch.bincount(tokens, minlength=40).double()
     inside = probs[0] > 0
     assert counts[~inside].sum() == 0
