@@ -169,23 +169,25 @@ def test_a_policy_update_keeps_requests_and_shares_no_prefix(
     engine, run, other_model, other_tiny_dir, tiny_dir, pause_mode
 ):
     prompts = [[*range(60, 90), i] for i in range(6)]
+    warm = list(range(100, 130))  # cached under the old policy, and in no request that crosses the update
 
     async def go():
+        await sample(engine, warm, max_new_tokens=2, temperature=0)
+        assert (await sample(engine, warm, max_new_tokens=2, temperature=0)).cached_tokens > 0
         requests = [
             asyncio.ensure_future(sample(engine, p, max_new_tokens=200, ignore_eos=True, temperature=0))
             for p in prompts
         ]
         await until_sampling(engine)
         report = await engine.update_policy(other_tiny_dir, 5, pause_mode=pause_mode)
-        after = await sample(engine, prompts[0], max_new_tokens=20, temperature=0, ignore_eos=True)
+        after = await sample(engine, warm, max_new_tokens=20, temperature=0, ignore_eos=True)
         return report, after, await asyncio.gather(*requests)
 
     report, after, crossed = run(go())
     assert report.in_flight == len(prompts)
     assert report.pause_seconds > 0
     assert after.cached_tokens == 0
-    expected = greedy_ignoring_eos(other_model, prompts[0], 20)
-    assert after.token_ids == expected
+    assert after.token_ids == greedy_ignoring_eos(other_model, warm, 20)
     for prompt, got in zip(prompts, crossed, strict=True):
         assert len(got.token_ids) == len(got.logprobs) == 200
         assert [span.version for span in got.policy_version_spans] == [0, 5]
@@ -193,10 +195,9 @@ def test_a_policy_update_keeps_requests_and_shares_no_prefix(
         if pause_mode == "retract":  # from there on as the new policy continues the text, its cache recomputed
             continued = greedy_ignoring_eos(other_model, [*prompt, *got.token_ids[:change]], 200 - change)
             assert got.token_ids[change:] == continued
-    again = run(sample(engine, prompts[0], max_new_tokens=2, temperature=0))
-    assert again.cached_tokens > 0
+    assert run(sample(engine, warm, max_new_tokens=2, temperature=0)).cached_tokens > 0
     run(engine.update_policy(tiny_dir, 5, pause_mode=pause_mode))  # the same version number, other weights
-    assert run(sample(engine, prompts[0], max_new_tokens=2, temperature=0)).cached_tokens == 0
+    assert run(sample(engine, warm, max_new_tokens=2, temperature=0)).cached_tokens == 0
     run(engine.update_policy(tiny_dir, 6, pause_mode=pause_mode))
 
 
