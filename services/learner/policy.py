@@ -104,15 +104,21 @@ class Policy:
                 shutil.copyfile(file, directory / file.name)
 
     def _hidden_states(self, batch: PackedBatch) -> Tensor:
-        """[R, L, H] in the model's dtype: what the LM head reads."""
-        output = self.model.base_model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            # Positions of padded rows are the default ones; said aloud they would be searched for packed sequences.
-            position_ids=None if batch.attention_mask is None else batch.position_ids,
-            use_cache=False,
-        )
-        return output.last_hidden_state
+        """[R, L, H] float32: what the LM head reads.
+
+        The residual stream is in float32 also where weights and products are in bfloat16: rounding it at every layer
+        is the larger part of the difference to an engine, and costs nothing to leave out.
+        """
+        low = self.model.dtype != torch.float32
+        with torch.autocast(self.device.type, dtype=self.model.dtype, enabled=low):
+            output = self.model.base_model(
+                inputs_embeds=self.model.get_input_embeddings()(batch.input_ids).float(),
+                attention_mask=batch.attention_mask,
+                # Positions of padded rows are the default ones; said aloud they would be searched for packed sequences.
+                position_ids=None if batch.attention_mask is None else batch.position_ids,
+                use_cache=False,
+            )
+        return output.last_hidden_state.float()
 
     def _filtered_logprobs(self, hidden: Tensor, batch: PackedBatch, sampling: SamplingParams) -> Tensor:
         """[N] log-probabilities under a law with filters, in chunks that are computed again in the backward pass."""
@@ -140,4 +146,4 @@ def _chunk_logprobs(
     states: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, sampling: SamplingParams
 ) -> Tensor:
     law = LawParams.from_requests([sampling] * states.shape[0], device=str(states.device))
-    return token_logprobs(F.linear(states, weight, bias), tokens, law)
+    return token_logprobs(F.linear(states.to(weight.dtype), weight, bias), tokens, law)
