@@ -32,8 +32,8 @@ def linear_token_logprobs(
     """`log_softmax(hidden @ weight.T / temperature)` at given tokens, and the entropies of these laws.
 
     hidden: [P, H], in the weight's dtype or float32; weight: [V, H]. token_row: int64 [N], row of `hidden` that
-    predicts the token; token_ids: int64 [N]. Returns float32 [N] log-probabilities, differentiable once in `hidden` and `weight`, and
-    float32 [N] entropies in nats without gradient.
+    predicts the token; token_ids: int64 [N]. Returns float32 [N] log-probabilities, differentiable once in `hidden`
+    and `weight`, and float32 [N] entropies in nats without gradient.
     logit_bytes: bound of the memory for logits. Where all rows fit they are kept for the backward pass; otherwise they
     are computed again there, chunk by chunk.
     """

@@ -74,7 +74,9 @@ class ReportBuilder:
                     (s["off_policy/staleness/max"] for s in steps if "off_policy/staleness/max" in s), default=None
                 ),
             },
-            "mismatch_kl_equal_version": _mean(steps, "mismatch_kl/equal_version"),
+            "mismatch_kl_equal_version": _weighted_mean(
+                steps, "mismatch_kl/equal_version", "mismatch_kl/equal_version_tokens"
+            ),
             "groups": {
                 "trained": len(steps) * learner.batch_groups,
                 "expired": last.get("queue/expired_total", 0.0),
@@ -102,6 +104,13 @@ def _value(steps: list[dict[str, float]], name: str) -> float | None:
 def _mean(steps: list[dict[str, float]], name: str) -> float | None:
     values = _values(steps, name)
     return statistics.fmean(values) if values else None
+
+
+def _weighted_mean(steps: list[dict[str, float]], name: str, weight: str) -> float | None:
+    """Mean over tokens: a step that trained on few of them says little by itself."""
+    pairs = [(s[name], s[weight]) for s in steps if name in s and s[name] == s[name]]
+    total = sum(w for _, w in pairs)
+    return sum(v * w for v, w in pairs) / total if total else None
 
 
 def _median(steps: list[dict[str, float]], name: str) -> float | None:

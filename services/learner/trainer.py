@@ -253,6 +253,7 @@ def summarise(sums: dict[str, float], updates: int) -> dict[str, float]:
         metrics |= {name: sums[key] / sums["tokens"] for name, key in per_token.items() if key in sums}
         metrics["clip/frac"] = metrics["clip/low/frac"] + metrics["clip/high/frac"]
     if sums["on_version_tokens"]:
+        metrics["mismatch_kl/equal_version_tokens"] = sums["on_version_tokens"]
         metrics["mismatch_kl/equal_version"] = sums["on_version_mismatch_kl_sum"] / sums["on_version_tokens"]
     return metrics
 
