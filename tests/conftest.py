@@ -16,7 +16,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "engine" in getattr(item, "fixturenames", ()) or item.get_closest_marker("engine"):
             item.add_marker(pytest.mark.engine)
-            item.add_marker(pytest.mark.timeout(ENGINE_TIMEOUT_SECONDS))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(ENGINE_TIMEOUT_SECONDS))
 
 
 @pytest.fixture(scope="session")

@@ -82,3 +82,9 @@ def capture_gradient(trainer, monkeypatch) -> dict[str, torch.Tensor]:
 
     monkeypatch.setattr(trainer.optimizer, "step", step)
     return found
+
+
+def simple_group(group_id: str, *, lease_id: str = "", version: int = 0, samples: int = 2, **fields) -> TrajectoryGroup:
+    """Two-token completions, all sampled from one version, as the queue carries them."""
+    rows = [make_trajectory(group_id, i, (5, 6), (7, 8), version=version, **fields) for i in range(samples)]
+    return TrajectoryGroup(group_id, lease_id or f"lease-{group_id}", int(group_id), 0, version, tuple(rows))
