@@ -94,6 +94,30 @@ class RewardConfig(Section):
     retries: int = Field(1, ge=0)
 
 
+class SpeculationConfig(Section):
+    """Speculative decoding with future-token heads. It changes how fast tokens come, never their law.
+
+    heads: a file of heads; without one every step is a plain one. nodes: tokens verified per request and step, the
+    pending one included; 0 lets measured times and acceptance decide, up to max_nodes. rule: "sampled_child" accepts
+    more at temperatures near 1, "target_match" makes a seed decide the tokens whatever was drafted (requests that
+    bring a seed of their own always get it). peak_tokens: tokens per step that the machine is taken to compute
+    without slowing down until that is measured; 512 on a large GPU.
+    """
+
+    enabled: bool = False
+    heads: Path | None = None
+    rule: Literal["sampled_child", "target_match"] = "sampled_child"
+    nodes: int = Field(0, ge=0)
+    max_nodes: int = Field(16, ge=1, le=63)
+    peak_tokens: int = Field(32, ge=1)
+
+    @model_validator(mode="after")
+    def _nodes_fit(self) -> SpeculationConfig:
+        if self.nodes > self.max_nodes:
+            raise ValueError(f"nodes = {self.nodes} must be at most max_nodes = {self.max_nodes}")
+        return self
+
+
 class EngineConfig(Section):
     """SGLang. threads: OpenMP threads on a CPU (0: half of the cores). args: passed to `sgl.Engine` as they are."""
 
@@ -103,11 +127,23 @@ class EngineConfig(Section):
     max_total_tokens: int = Field(16_384, ge=64)
     context_length: int = Field(2048, ge=16)
     start_timeout_seconds: float = Field(300.0, gt=0)
+    speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     args: dict[str, str | int | float | bool] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _speculation_keeps_its_ground(self) -> EngineConfig:
+        if self.speculation.enabled:
+            if self.args.get("tp_size", 1) != 1 or self.args.get("pp_size", 1) != 1:
+                raise ValueError(
+                    "speculation.enabled needs args.tp_size and args.pp_size = 1: heads read the whole LM head"
+                )
+            if "sampling_backend" in self.args:
+                raise ValueError("speculation.enabled needs the project's own sampler: remove args.sampling_backend")
+        return self
 
 
 class RolloutConfig(Section):
-    """One rollout worker. groups_in_flight: leases held at once. port 0 takes a free one.
+    """One rollout worker. groups_in_flight: leases held at once. port 0 takes a free one, metrics_port 0 serves none.
 
     learner: the learner's host:port, set by the launcher on one machine. advertise: the host name under which
     the learner reaches this worker, where it is not `host`. cache: policy files received over the wire.

@@ -59,6 +59,8 @@ class Learner:
         self.run_dir = RunDir(config.run.dir)
         self.metrics = Metrics(self.run_dir.metrics, tensorboard=config.logging.tensorboard, service="learner")
         settings = config.learner
+        if settings.metrics_port:
+            self.metrics.serve(settings.metrics_port, settings.host)
 
         saved = checkpoint.latest(self.run_dir.checkpoints) if resume else None
         # Always from the model's own directory, which stays: what a policy version holds beside the weights is copied

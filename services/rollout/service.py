@@ -25,6 +25,7 @@ from services.config import Config
 from services.models import load_tokenizer
 from services.rollout.completion import EngineError
 from services.rollout.engine import RolloutEngine
+from services.rollout.exposition import WorkerCollector, registry
 from services.rollout.grading import GradingPool
 from services.rollout.group_runner import GroupRunner
 from services.rollout.grpc_server import RolloutServicer
@@ -118,7 +119,9 @@ class RolloutWorker:
         servicer = RolloutServicer(engine, runner, policy, self._store, loop, worker_id=self.worker_id)
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server.grpc)
         await server.start()
-        serve_metrics(config.rollout.metrics_port)
+        if config.rollout.metrics_port:
+            collector = WorkerCollector(runner, loop, policy, grader)
+            serve_metrics(config.rollout.metrics_port, config.rollout.host, registry(collector))
         log.info("worker %s serves on %s", self.worker_id, self._address)
         try:
             await self._until_first(loop.run(), self._watch_engine(engine), self._wait_for_stop())

@@ -1,0 +1,28 @@
+"""The worker's numbers as Prometheus reads them, over HTTP."""
+
+from collections import Counter
+from types import SimpleNamespace
+from urllib.request import urlopen
+
+from services.common.metrics import serve_metrics
+from services.rollout.exposition import WorkerCollector, registry
+from specroll_core.contracts import RewardStatus
+
+
+def test_the_counters_are_served_as_they_stand():
+    runner = SimpleNamespace(counters=Counter(tokens=120, groups=3))
+    loop = SimpleNamespace(counters=Counter(groups_failed=2), in_flight=4)
+    policy = SimpleNamespace(served=SimpleNamespace(version=7), updates=6)
+    grader = SimpleNamespace(counts={RewardStatus.OK: 23, RewardStatus.TIMEOUT: 1, RewardStatus.ERROR: 0}, restarts=1)
+    server = serve_metrics(0, "127.0.0.1", registry(WorkerCollector(runner, loop, policy, grader)))
+    try:
+        runner.counters["tokens"] += 5
+        with urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10) as answer:  # noqa: S310
+            lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
+    finally:
+        server.shutdown()
+    assert lines["specroll_tokens_total"] == "125.0"
+    assert lines["specroll_policy_version"] == "7.0"
+    assert lines["specroll_groups_failed_total"] == "2.0"
+    assert lines['specroll_graded_total{status="timeout"}'] == "1.0"
+    assert lines["specroll_grader_restarts_total"] == "1.0"
