@@ -27,7 +27,11 @@ from services.rollout.completion import (
     PolicyUpdateError,
     UpdateReport,
 )
+from services.rollout.heads_file import load_heads
 from services.rollout.policy_check import PolicyShape, check_policy
+from services.rollout.sglang_plugin.spec_report import META_KEY as ROUNDS_KEY
+from services.rollout.sglang_plugin.spec_report import count as count_rounds
+from services.rollout.sglang_plugin.variables import TARGET_MATCH_KEY
 from specroll_core.contracts import FinishReason, SamplingParams, VersionSpan
 
 log = logging.getLogger(__name__)
@@ -74,6 +78,8 @@ class RolloutEngine:
                 f"rollout.engine.context_length = {config.context_length} exceeds the {shape.max_positions} positions "
                 f"that the model in {model_dir} was made for."
             )
+        if config.speculation.enabled and config.speculation.heads is not None:
+            _check_heads(config.speculation.heads, shape)
         engine = engine_process.launch(
             config=config, dtype=dtype, model_dir=model_dir, weight_version=_label(policy_version, 0), seed=seed
         )
@@ -211,7 +217,7 @@ class RolloutEngine:
 
     def _sglang_params(self, sampling: SamplingParams) -> dict[str, Any]:
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
-        return {
+        params = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
@@ -227,6 +233,9 @@ class RolloutEngine:
             "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
             "skip_special_tokens": False,
         }
+        if self._config.speculation.enabled and sampling.seed is not None:
+            params["custom_params"] = {TARGET_MATCH_KEY: True}
+        return params
 
     async def _swap(self, model_dir: Path, version: int, label: str, pause_mode: str, in_flight: int) -> UpdateReport:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
@@ -317,6 +326,16 @@ class RolloutEngine:
         raise EngineError(self._failure)
 
 
+def _check_heads(path: Path, model: PolicyShape) -> None:
+    spec = load_heads(path).spec
+    ours, theirs = (spec.hidden, spec.vocab), (model.config["hidden_size"], model.vocab_size)
+    if ours != theirs:
+        raise ValueError(
+            f"rollout.engine.speculation.heads = {path} fits a hidden size and vocabulary of {ours}, but the model has "
+            f"{theirs}."
+        )
+
+
 def _label(version: int, update: int) -> str:
     """SGLang's weight version. A version that is published twice must not look like the same weights."""
     return f"{version}:{update}"
@@ -336,4 +355,5 @@ def _completion(meta: dict[str, Any], tokens: tuple[int, ...], logprobs: tuple[f
         finish_reason=FinishReason(meta["finish_reason"]["type"]),
         policy_version_spans=tuple(spans),
         cached_tokens=meta.get("cached_tokens", 0),
+        spec=count_rounds(meta.get(ROUNDS_KEY, ()), len(tokens)),
     )

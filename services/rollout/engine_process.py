@@ -16,11 +16,12 @@ import psutil
 
 from services.config import EngineConfig
 from services.rollout.completion import EngineError
-from services.rollout.sglang_plugin import CPU_ATTENTION_BACKEND
+from services.rollout.sglang_plugin import CPU_ATTENTION_BACKEND, SPECULATIVE_ALGORITHM
 from services.rollout.sglang_plugin.variables import (
     CPUS_VARIABLE,
     ENABLE_VARIABLE,
     SAMPLER_VARIABLE,
+    SPECULATION_VARIABLE,
     THREADS_VARIABLE,
 )
 
@@ -88,7 +89,22 @@ def engine_arguments(
             "disable_cuda_graph": True,
             "disable_overlap_schedule": True,
         }
+    if config.speculation.enabled:
+        arguments |= speculation_arguments(config)
     return arguments | config.args
+
+
+def speculation_arguments(config: EngineConfig) -> dict[str, Any]:
+    nodes = config.speculation.max_nodes
+    return {
+        "speculative_algorithm": SPECULATIVE_ALGORITHM,
+        "speculative_num_draft_tokens": nodes,
+        "speculative_num_steps": 1,
+        "speculative_eagle_topk": 1,
+        "disable_overlap_schedule": True,
+        # A decode step reserves twice a tree: a single request of full length must still fit.
+        "max_total_tokens": config.max_total_tokens + 2 * nodes,
+    }
 
 
 def on_child_failure(signum: int, frame: object) -> None:  # noqa: ARG001 (a signal handler's signature)
@@ -142,6 +158,8 @@ def _variables(config: EngineConfig) -> dict[str, str]:
         variables["TORCHDYNAMO_DISABLE"] = "1"
     if "sampling_backend" in config.args:
         variables[SAMPLER_VARIABLE] = "sglang"
+    if config.speculation.enabled:
+        variables[SPECULATION_VARIABLE] = config.speculation.model_dump_json()
     if config.cpus:
         variables[CPUS_VARIABLE] = ",".join(map(str, config.cpus))
     return variables

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 CPU_ATTENTION_BACKEND = "specroll_cpu"
+SPECULATIVE_ALGORITHM = "SPECROLL"
 
 
 def activate_platform() -> str | None:

@@ -15,6 +15,7 @@ from services.rollout.sglang_plugin.variables import (
     CPUS_VARIABLE,
     ENABLE_VARIABLE,
     SAMPLER_VARIABLE,
+    SPECULATION_VARIABLE,
     THREADS_VARIABLE,
 )
 
@@ -42,6 +43,22 @@ def register() -> None:
 
         target = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
         HookRegistry.register(target, assign_req_to_token_pool, replace)
+    if os.environ.get(SPECULATION_VARIABLE):
+        _register_speculation()
+
+
+def _register_speculation() -> None:
+    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+
+    from services.rollout.sglang_plugin import spec_algorithm
+
+    spec_algorithm.register()
+    # SGLang's own way for a subclass to add fields to a request's messages; it offers none to put a subclass in.
+    SchedulerOutputStreamer.has_additional_customized_info = True
+    target = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+    HookRegistry.register(f"{target}.build_additional_customized_info", _add_rounds, HookType.REPLACE)
+    target = "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len"
+    HookRegistry.register(target, _hold_whole_reserve, HookType.AFTER)
 
 
 def _register_attention() -> None:
@@ -96,6 +113,20 @@ def _make_sampler(backend: str | None = None):  # noqa: ARG001 (SGLang's signatu
     from services.rollout.sglang_plugin.sampler import LawSampler
 
     return LawSampler()
+
+
+def _add_rounds(streamer, requests):  # noqa: ARG001
+    from services.rollout.sglang_plugin.spec_report import finished_rounds
+
+    return finished_rounds(requests)
+
+
+def _hold_whole_reserve(result: int) -> int:
+    """Widens the rows of the slot table: a decode step reserves twice a tree, but SGLang's rows end one tree after
+    the context length, and a long request would write past its own."""
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+
+    return max(result, get_alloc_reserve_per_decode() + 4)
 
 
 def _complete_sampling_info(result, cls, batch, *args, **kwargs):  # noqa: ARG001

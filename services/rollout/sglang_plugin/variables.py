@@ -8,3 +8,7 @@ CPUS_VARIABLE = "SPECROLL_ENGINE_CPUS"
 THREADS_VARIABLE = "SPECROLL_ENGINE_THREADS"
 # "sglang" keeps SGLang's own sampler, for comparison; its log-probabilities are not those of the final law.
 SAMPLER_VARIABLE = "SPECROLL_ENGINE_SAMPLER"
+# The speculation section of the engine's configuration as JSON.
+SPECULATION_VARIABLE = "SPECROLL_ENGINE_SPECULATION"
+# In a request's custom parameters: no sampled children, so that its seed alone decides its tokens.
+TARGET_MATCH_KEY = "specroll_target_match"

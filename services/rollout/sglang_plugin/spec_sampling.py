@@ -1,0 +1,100 @@
+"""The target's law at the nodes of a tree, and where a block of accepted tokens ends.
+
+Penalties depend on the path to a node, so they are counted per node: over the tokens that the request has sampled
+(the root among them) and the drafted tokens between the root and the node. SGLang's own speculation applies the root's
+penalties everywhere, which is another law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from torch import Tensor
+
+from specroll_core.finish import Cut, cut_block
+from specroll_core.randomness import Stream, uniforms
+from specroll_core.tree import DraftTree
+
+
+class NodeLaw:
+    """The logits of nodes on demand, penalties and bias included: what `verify` calls at the nodes that it visits."""
+
+    def __init__(self, logits: Tensor, tree: DraftTree, requests: Sequence, bias: Tensor | None) -> None:
+        """logits: [B N, V]; requests: SGLang's, before this round's tokens; bias: [B, V] or None."""
+        self._nodes = tree.tokens.shape[1]
+        self._logits = logits
+        self._tree = tree
+        self._bias = bias
+        self._requests = requests
+        self._penalised = {row for row, request in enumerate(requests) if _has_penalties(request.sampling_params)}
+
+    def __call__(self, request: Tensor, node: Tensor) -> Tensor:
+        """request, node: [n] int64. Returns [n, V] float32."""
+        out = self._logits.index_select(0, request * self._nodes + node).float()
+        if self._penalised:
+            for i, (row, at) in enumerate(zip(request.tolist(), node.tolist(), strict=True)):
+                if row in self._penalised:
+                    penalise(out[i], [*self._requests[row].output_ids, *self._path(row, at)], self._requests[row])
+        if self._bias is not None:
+            out += self._bias.index_select(0, request)
+        return out
+
+    def _path(self, row: int, node: int) -> list[int]:
+        inside = self._tree.ancestor_mask[row, node].clone()
+        inside[0] = False
+        return self._tree.tokens[row, inside].tolist()
+
+
+def penalise(logits: Tensor, history: Sequence[int], request) -> None:
+    """Applies a request's penalties to one node's logits [V] in place, as SGLang defines them for plain decoding.
+
+    history: tokens sampled before the node's own draw. Additive penalties come first, then the scaling one.
+    """
+    params = request.sampling_params
+    seen, times = torch.tensor(history, dtype=torch.int64, device=logits.device).unique(return_counts=True)
+    values = logits[seen] - params.frequency_penalty * times - params.presence_penalty
+    scale = params.repetition_penalty
+    logits[seen] = torch.where(values < 0, values * scale, values / scale)
+
+
+def _has_penalties(params) -> bool:
+    return params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1
+
+
+def walk_uniforms(info: SamplingBatchInfo, lengths: Tensor, levels: int) -> Tensor:
+    """[B, levels, 2] float64, coin and draw of each level, for roots at positions `lengths` [B].
+
+    Keyed by the position that is sampled, the draw is the one that plain decoding would use there. A request that is
+    verified by target-match alone therefore samples the same tokens with any tree as without one.
+    """
+    positions = lengths.to(torch.int64)[:, None] + torch.arange(levels, device=lengths.device)
+    seeds = info.sampling_seed[:, None].expand(-1, levels)
+    drawn = uniforms(seeds.reshape(-1), positions.reshape(-1), Stream.VERIFY, 2)
+    return drawn.view(-1, levels, 2).flip(-1)
+
+
+def tree_uniforms(info: SamplingBatchInfo, lengths: Tensor, nodes: int) -> Tensor:
+    """[B, nodes] float64, for the tokens of sampled children."""
+    return uniforms(info.sampling_seed, lengths.to(torch.int64), Stream.TREE, nodes)
+
+
+def cut(request, block: Sequence[int]) -> Cut:
+    """Where a round's tokens end for SGLang's `request`: at the first stop token, else at its length cap.
+
+    Stop strings are SGLang's: it looks for them in the tokens that are kept.
+    """
+    return cut_block(block, stop_ids(request), len(request.output_ids), request.sampling_params.max_new_tokens)
+
+
+def stop_ids(request) -> set[int]:
+    """The tokens that end a request; with ignore_eos none does, as in SGLang."""
+    params = request.sampling_params
+    if params.ignore_eos:
+        return set()
+    ids = set(params.stop_token_ids or ()) | set(request.eos_token_ids or ())
+    if request.tokenizer is not None:
+        ids.add(request.tokenizer.eos_token_id)
+        ids.update(request.tokenizer.additional_stop_token_ids or ())
+    return ids

@@ -1,0 +1,233 @@
+"""Speculative decoding inside SGLang's scheduler: propose a tree, verify it in one forward, keep the accepted path.
+
+SGLang calls `forward_batch_generation` for every batch. A prefill runs as it would without speculation; its last hidden
+states are kept. A decode step is one round:
+
+1. the budget policy says how many nodes N each request of the batch gets;
+2. heads propose, `build_tree` grows the trees (N = 1: the root alone, which is plain decoding);
+3. the target runs over all nodes, each seeing the prefix and its ancestors;
+4. `verify` walks the trees; every emitted token has the request's final law;
+5. a stop token or the length cap cuts the block; keys and values of the path move to where the next round expects them.
+
+Synchronous: the scheduler has taken in a round's tokens before the next one begins.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+from sglang.srt.runtime_context import get_device, get_parallel, get_schedule
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from torch import Tensor
+
+from services.config import SpeculationConfig
+from services.rollout.heads_file import load_heads
+from services.rollout.sglang_plugin.proposer import HeadProposer
+from services.rollout.sglang_plugin.sampler import law_params
+from services.rollout.sglang_plugin.slots import RequestSlots
+from services.rollout.sglang_plugin.spec_report import note_round
+from services.rollout.sglang_plugin.spec_sampling import NodeLaw, cut, tree_uniforms, walk_uniforms
+from services.rollout.sglang_plugin.variables import SPECULATION_VARIABLE, TARGET_MATCH_KEY
+from services.rollout.sglang_plugin.verify_input import BetweenRounds, TreeVerifyInput
+from specroll_core.budget import BUDGETS, BudgetPolicy
+from specroll_core.growth import TreeOptions
+from specroll_core.proposal import DepthLaws
+from specroll_core.scorer import CountTableScorer
+from specroll_core.tree import DraftTree, build_tree, plain_tree
+from specroll_core.verify import Verified, credit, verify
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds spent in each part of the rounds so far."""
+
+    rounds: int = 0
+    propose: float = 0.0
+    forward: float = 0.0
+    verify: float = 0.0
+
+
+class SpeculativeWorker(BaseSpecWorker):
+    """SGLang constructs it with these arguments, then calls `alloc_memory_pool` once."""
+
+    def __init__(self, server_args, gpu_id: int, nccl_port: int, target_worker) -> None:  # noqa: ARG002
+        super().__init__()
+        self._target_worker = target_worker
+        self.model_runner = target_worker.model_runner
+        self.device = get_device().device
+        self.config = SpeculationConfig.model_validate_json(os.environ[SPECULATION_VARIABLE])
+        self.speculative_num_draft_tokens = self.config.max_nodes
+        self.times = StepTimes()
+        self.scorer = CountTableScorer()
+        self.budget = BudgetPolicy(
+            [n for n in BUDGETS if n <= self.config.max_nodes], peak_tokens=self.config.peak_tokens
+        )
+        assert get_parallel().tp_size == 1, "the LM head must be whole; refused when the engine starts"
+        assert get_schedule().disable_overlap_schedule, "the worker reads requests that the scheduler has settled"
+
+    @property
+    def draft_worker(self) -> None:
+        """No model beside the target's."""
+        return
+
+    def alloc_memory_pool(self, **kwargs) -> None:  # noqa: ARG002 (SGLang's signature)
+        self.req_to_token_pool, self.token_to_kv_pool_allocator = self._target_worker.get_memory_pool()
+        model = self.model_runner.model_config
+        rows = self.req_to_token_pool.req_to_token.shape[0]
+        self.slots = RequestSlots(rows, model.hidden_size, self.model_runner.dtype, self.device)
+        self.proposer = None
+        if self.config.heads is not None:
+            heads = load_heads(self.config.heads)
+            self.proposer = HeadProposer(
+                self.model_runner.model, heads, model.vocab_size, self.model_runner.dtype, self.device
+            )
+
+    def forward_batch_generation(self, batch, on_publish=None, pp_proxy_tensors=None) -> GenerationBatchResult:
+        assert on_publish is None
+        if batch.forward_mode.is_decode():
+            return self._round(batch)
+        return self._prefill(batch, pp_proxy_tensors)
+
+    def _prefill(self, batch, pp_proxy_tensors) -> GenerationBatchResult:
+        result = self._target_worker.forward_batch_generation(
+            batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=CaptureHiddenMode.LAST
+        )
+        if batch.forward_mode.is_extend():
+            rows = batch.req_pool_indices.to(torch.int64)
+            self.slots.store(rows, result.next_token_ids, result.logits_output.hidden_states)
+            result.logits_output.hidden_states = None
+        result.accept_lens = torch.ones(len(batch.reqs), dtype=torch.int32, device=self.device)
+        result.new_seq_lens = batch.seq_lens
+        result.next_draft_input = BetweenRounds()
+        result.speculative_num_draft_tokens = result.speculative_output_stride = 1
+        return result
+
+    def _round(self, batch) -> GenerationBatchResult:
+        began = time.perf_counter()
+        requests, info, lengths = batch.reqs, batch.sampling_info, batch.seq_lens
+        nodes = self._choose_nodes(len(requests))
+        tree, laws = self._propose(batch, nodes)
+        proposed = time.perf_counter()
+
+        logits_output, locations = self._forward(batch, tree)
+        forwarded = time.perf_counter()
+
+        law = NodeLaw(logits_output.next_token_logits, tree, requests, info.logit_bias)
+        verified = verify(tree, law, law_params(info), walk_uniforms(info, lengths, tree.depth + 1), laws)
+        kept = self._keep(requests, tree, verified)
+        self._compact(locations, verified, kept)
+        self._store(batch, verified, logits_output.hidden_states)
+        logits_output.hidden_states = None
+        logits_output.next_token_logprobs = verified.logprobs
+        credit(self.scorer, tree, verified)
+        ended = time.perf_counter()
+        self._record(tree, verified, (proposed - began, forwarded - proposed, ended - forwarded))
+
+        accepted = torch.tensor(kept, dtype=torch.int32, device=self.device)
+        return GenerationBatchResult(
+            logits_output=logits_output,
+            next_token_ids=verified.tokens.flatten(),
+            accept_lens=accepted,
+            new_seq_lens=lengths + accepted,
+            next_draft_input=BetweenRounds(),
+            speculative_num_draft_tokens=nodes,
+            speculative_output_stride=verified.tokens.shape[1],
+        )
+
+    def _choose_nodes(self, requests: int) -> int:
+        if self.proposer is None:
+            return 1
+        return self.config.nodes or self.budget.choose(requests)
+
+    def _propose(self, batch, nodes: int) -> tuple[DraftTree, DepthLaws | None]:
+        rows = batch.req_pool_indices.to(torch.int64)
+        pending = self.slots.pending[rows]
+        if nodes == 1 or self.proposer is None:
+            return plain_tree(pending.tolist(), self.device), None
+        params = law_params(batch.sampling_info)
+        matched = [self._by_target_match(request) for request in batch.reqs]
+        sampled_children = not all(matched)
+        proposal = self.proposer.propose(self.slots.hidden[rows], pending, params, nodes, sampled_children)
+        tree = build_tree(
+            pending.tolist(),
+            proposal,
+            self.scorer,
+            [nodes] * len(batch.reqs),
+            tree_uniforms(batch.sampling_info, batch.seq_lens, nodes),
+            matched,
+            TreeOptions(max_depth=self.proposer.depth, sampled_children=sampled_children),
+            nodes,
+        )
+        return tree, proposal.laws
+
+    def _by_target_match(self, request) -> bool:
+        """Greedy requests, and those with a seed of their own, whose tokens must not depend on the tree."""
+        params = request.sampling_params
+        return (
+            self.config.rule == "target_match" or params.top_k <= 1 or TARGET_MATCH_KEY in (params.custom_params or {})
+        )
+
+    def _forward(self, batch, tree: DraftTree) -> tuple:
+        """Runs the target over the trees. Returns its output and the nodes' KV locations [B, N].
+
+        SGLang puts the batch back as it was after the step.
+        """
+        nodes = tree.tokens.shape[1]
+        table = self.req_to_token_pool.req_to_token
+        columns = batch.seq_lens[:, None] + torch.arange(nodes, device=self.device)
+        locations = table[batch.req_pool_indices[:, None], columns].to(torch.int64)
+        batch.spec_info = TreeVerifyInput(tree, batch.seq_lens)
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.input_ids = batch.spec_info.draft_token
+        batch.out_cache_loc = locations.flatten()
+        result = self._target_worker.forward_batch_generation(
+            batch, is_verify=True, capture_hidden_mode=CaptureHiddenMode.FULL
+        )
+        batch.forward_mode = ForwardMode.DECODE
+        return result.logits_output, locations
+
+    def _keep(self, requests: Sequence, tree: DraftTree, verified: Verified) -> list[int]:
+        """How many of each request's tokens are emitted."""
+        kept = []
+        rows = zip(requests, verified.tokens.tolist(), verified.lengths.tolist(), tree.drafted.tolist(), strict=True)
+        for request, tokens, length, drafted in rows:
+            note_round(request, drafted, length - 1)
+            kept.append(cut(request, tokens[:length]).kept)
+        return kept
+
+    def _compact(self, locations: Tensor, verified: Verified, kept: list[int]) -> None:
+        """Moves keys and values of the path's nodes to the places right after the prefix."""
+        moves = [
+            (row, place, node)
+            for row, (path, length) in enumerate(zip(verified.nodes.tolist(), kept, strict=True))
+            for place, node in enumerate(path[:length])
+            if place != node
+        ]
+        if moves:
+            row, place, node = torch.tensor(moves, device=self.device).unbind(1)
+            cache = self.token_to_kv_pool_allocator.get_kvcache()
+            cache.move_kv_cache(locations[row, place], locations[row, node])
+
+    def _store(self, batch, verified: Verified, hidden: Tensor) -> None:
+        """hidden: [B N, H]. Requests that were cut have ended; what is stored for them is never read."""
+        B = len(batch.reqs)
+        states = hidden.view(B, -1, hidden.shape[-1])[torch.arange(B, device=self.device), verified.last_nodes]
+        self.slots.store(batch.req_pool_indices.to(torch.int64), verified.pending, states)
+
+    def _record(self, tree: DraftTree, verified: Verified, seconds: tuple[float, float, float]) -> None:
+        times = self.times
+        times.rounds += 1
+        times.propose, times.forward, times.verify = (
+            total + part for total, part in zip((times.propose, times.forward, times.verify), seconds, strict=True)
+        )
+        if self.proposer is None or self.config.nodes:
+            return
+        B, nodes = tree.tokens.shape
+        self.budget.record(B, nodes, sum(seconds))
+        self.budget.acceptance.observe(tree.path_scores[:, 1:].tolist(), verified.lengths.tolist())
