@@ -17,7 +17,7 @@ def test_the_counters_are_served_as_they_stand():
     server = serve_metrics(0, "127.0.0.1", registry(WorkerCollector(runner, loop, policy, grader)))
     try:
         runner.counters["tokens"] += 5
-        with urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10) as answer:  # noqa: S310
+        with urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10) as answer:
             lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
     finally:
         server.shutdown()
