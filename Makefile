@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 LOCKED := $(VENV)/.locked-$(shell sha256sum requirements.lock | cut -c1-16)
 # In the clone and not in the environment: it says that the environment runs *this* clone's code.
 READY := .setup/$(shell { echo $(abspath $(VENV)); cat pyproject.toml requirements.lock; } | sha256sum | cut -c1-16)
-TEST := $(BIN)/python -m pytest
+# One thread: OpenMP threads spin, and the tests start engines and learners beside themselves.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: train test check setup proto up clean
 .DEFAULT_GOAL := help
