@@ -25,8 +25,11 @@ _POLICY_MARK = "@policy="
 
 
 def register() -> None:
+    from services.rollout.sglang_plugin import spec_algorithm
+
     if not _has_accelerator():
         _register_attention()
+    spec_algorithm.register()
     if os.environ.get(ENABLE_VARIABLE) != "1":
         return
     after, replace = HookType.AFTER, HookType.REPLACE
@@ -50,9 +53,6 @@ def register() -> None:
 def _register_speculation() -> None:
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
-    from services.rollout.sglang_plugin import spec_algorithm
-
-    spec_algorithm.register()
     # SGLang's own way for a subclass to add fields to a request's messages; it offers none to put a subclass in.
     SchedulerOutputStreamer.has_additional_customized_info = True
     target = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.runtime_context import get_device, get_parallel, get_schedule
@@ -63,6 +64,8 @@ class SpeculativeWorker(BaseSpecWorker):
         self.device = get_device().device
         self.config = SpeculationConfig.model_validate_json(os.environ[SPECULATION_VARIABLE])
         self.speculative_num_draft_tokens = self.config.max_nodes
+        # On a GPU, graphs of a speculative engine exist for verification only.
+        self._decodes_plainly = get_device().device == "cpu"
         self.times = StepTimes()
         self.scorer = CountTableScorer()
         self.budget = BudgetPolicy(
@@ -173,7 +176,7 @@ class SpeculativeWorker(BaseSpecWorker):
             self.config.rule == "target_match" or params.top_k <= 1 or TARGET_MATCH_KEY in (params.custom_params or {})
         )
 
-    def _forward(self, batch, tree: DraftTree) -> tuple:
+    def _forward(self, batch, tree: DraftTree) -> tuple[LogitsProcessorOutput, Tensor]:
         """Runs the target over the trees. Returns its output and the nodes' KV locations [B, N].
 
         SGLang puts the batch back as it was after the step.
@@ -182,10 +185,18 @@ class SpeculativeWorker(BaseSpecWorker):
         table = self.req_to_token_pool.req_to_token
         columns = batch.seq_lens[:, None] + torch.arange(nodes, device=self.device)
         locations = table[batch.req_pool_indices[:, None], columns].to(torch.int64)
-        batch.spec_info = TreeVerifyInput(tree, batch.seq_lens)
-        batch.forward_mode = ForwardMode.TARGET_VERIFY
-        batch.input_ids = batch.spec_info.draft_token
+        batch.input_ids = tree.tokens.flatten()
         batch.out_cache_loc = locations.flatten()
+        if nodes == 1 and self._decodes_plainly:
+            # A root sees all before it: a decode step, whose attention needs no mask of a tree.
+            batch.spec_info = None
+            batch.seq_lens = batch.seq_lens + 1
+            batch.seq_lens_cpu = batch.seq_lens_cpu + 1
+            batch.orig_seq_lens = batch.orig_seq_lens + 1
+            batch.seq_lens_sum = None
+        else:
+            batch.spec_info = TreeVerifyInput(tree, batch.seq_lens)
+            batch.forward_mode = ForwardMode.TARGET_VERIFY
         result = self._target_worker.forward_batch_generation(
             batch, is_verify=True, capture_hidden_mode=CaptureHiddenMode.FULL
         )
