@@ -21,6 +21,8 @@ model_app = typer.Typer(help="Model directories.", no_args_is_help=True)
 queue_app = typer.Typer(help="Look into the queue of a run.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(queue_app, name="queue")
+heads_app = typer.Typer(help="Future-token heads: train, measure, describe.", no_args_is_help=True)
+app.add_typer(heads_app, name="heads")
 
 Overrides = Annotated[
     list[str], typer.Option("--set", metavar="SECTION.NAME=VALUE", help="Overrides one setting; may be repeated.")
@@ -125,6 +127,66 @@ def queue_requeue(run: RunOption, entry_id: Annotated[str, typer.Argument(help="
     from services.inspect_run import queue_requeue as requeue
 
     raise typer.Exit(_checked(lambda: requeue(run, entry_id)))
+
+
+HeadsDir = Annotated[Path, typer.Argument(metavar="HEADS_DIR", help="What `heads train` wrote.")]
+HeadsConfig = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Model, data and sampling law.")]
+Threads = Annotated[int, typer.Option("--threads", help="Threads to compute with; 0 for all cores.")]
+
+
+@heads_app.command("train")
+def heads_train(
+    config: HeadsConfig,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="New directory for the heads.")],
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens to collect.")] = 60_000,
+    texts: Annotated[
+        Path | None,
+        typer.Option("--texts", metavar="FILE", help="Learn from its column 'text' instead of the model's rollouts."),
+    ] = None,
+    heads: Annotated[int, typer.Option("--heads", help="How many tokens ahead to guess.")] = 3,
+    rank: Annotated[int, typer.Option("--rank", help="Inner width of a head.")] = 256,
+    epochs: Annotated[int, typer.Option("--epochs", help="Passes over what was collected.")] = 5,
+    threads: Threads = 0,
+    set_: Overrides = [],  # noqa: B006
+) -> None:
+    """Trains heads on the model's own rollouts and measures them on held-out prompts."""
+
+    def run() -> int:
+        from services.heads.commands import TrainOptions, train_command
+
+        return train_command(config, set_, out, TrainOptions(tokens, texts, heads, rank, epochs, threads))
+
+    raise typer.Exit(_checked(run))
+
+
+@heads_app.command("eval")
+def heads_eval(
+    heads_dir: HeadsDir,
+    config: HeadsConfig,
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens to sample at each temperature.")] = 4000,
+    threads: Threads = 0,
+    set_: Overrides = [],  # noqa: B006
+) -> None:
+    """Measures heads on fresh rollouts of held-out prompts."""
+
+    def run() -> int:
+        from services.heads.commands import eval_command
+
+        return eval_command(heads_dir, config, set_, tokens, threads)
+
+    raise typer.Exit(_checked(run))
+
+
+@heads_app.command("show")
+def heads_show(heads_dir: HeadsDir) -> None:
+    """Says what heads are, what they fit and what was measured."""
+
+    def run() -> int:
+        from services.heads.commands import show_command
+
+        return show_command(heads_dir)
+
+    raise typer.Exit(_checked(run))
 
 
 def _checked(run: Callable[[], int]) -> int:

@@ -201,7 +201,8 @@ def evaluate_heads(
     """Mean KL of each head over the rows that have its target; NaN where none has."""
     total = torch.zeros(heads.spec.heads, dtype=torch.float64)
     there = rows.has_target(heads.spec.heads)
-    for index in there.any(-1).nonzero().squeeze(1).split(micro_rows):
+    usable = there.any(-1).nonzero().squeeze(1)
+    for index in usable.split(micro_rows) if usable.numel() else ():
         total += head_kl(heads, rows, index, lm_head, embedding).sum(0).double().cpu()
     return tuple((total / there.sum(0).cpu()).tolist())
 

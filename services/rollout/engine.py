@@ -18,6 +18,8 @@ from typing import Any, Literal, TypeVar
 import psutil
 
 from services.config import EngineConfig
+from services.heads.artifact import load_artifact
+from services.heads.fingerprint import ModelFingerprint
 from services.rollout import engine_process
 from services.rollout.completion import (
     Completion,
@@ -79,7 +81,7 @@ class RolloutEngine:
                 f"that the model in {model_dir} was made for."
             )
         if config.speculation.enabled and config.speculation.heads is not None:
-            _check_heads(config.speculation.heads, shape)
+            _check_heads(config.speculation.heads, shape, model_dir, policy_version)
         engine = engine_process.launch(
             config=config, dtype=dtype, model_dir=model_dir, weight_version=_label(policy_version, 0), seed=seed
         )
@@ -326,7 +328,9 @@ class RolloutEngine:
         raise EngineError(self._failure)
 
 
-def _check_heads(path: Path, model: PolicyShape) -> None:
+def _check_heads(path: Path, model: PolicyShape, model_dir: Path, policy_version: int) -> None:
+    if path.is_dir():  # with a manifest: more can be compared than shapes
+        load_artifact(path, ModelFingerprint.of(model_dir), lm_head_may_differ=policy_version > 0)
     spec = load_heads(path).spec
     ours, theirs = (spec.hidden, spec.vocab), (model.config["hidden_size"], model.vocab_size)
     if ours != theirs:

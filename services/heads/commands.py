@@ -1,0 +1,227 @@
+"""`specroll heads`: what its sub-commands do."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from services.config import Config
+from services.config_loader import load_config
+from services.heads.artifact import HeadsManifest, TrainedOn, check_target, load_artifact, write_heads
+from services.heads.collect import read_texts, sample_rows, text_rows
+from services.heads.fingerprint import ModelFingerprint
+from services.heads.report import (
+    NODES,
+    RULES,
+    Acceptance,
+    acceptance_table,
+    acceptances,
+    as_json,
+    description,
+    from_json,
+)
+from services.heads.target import TargetModel
+from services.heads.train import TrainedHeads, train
+from services.learner.prompts import load_prompts
+from services.machine import cores, quiet_libraries
+from services.models import fetch_model
+from specroll_core.head_training import HeadRows, HeadTrainConfig
+from specroll_core.heads import FutureTokenHeads
+
+# Temperatures that acceptance is reported at beside the configuration's own: the two that are in common use.
+_TEMPERATURES = (1.0, 0.6)
+# Held-out tokens per temperature: enough for an interval of about two percent.
+_EVAL_TOKENS = 4000
+_TEXTS_AT_MOST = 1_000_000
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """tokens: to collect. texts: a file with a column `text` instead of rollouts. heads, rank: the heads' shape.
+    epochs: passes over the rows. threads: 0 for all cores."""
+
+    tokens: int = 60_000
+    texts: Path | None = None
+    heads: int = 3
+    rank: int = 256
+    epochs: int = 5
+    threads: int = 0
+
+
+def train_command(config_path: Path, overrides: Sequence[str], out: Path, options: TrainOptions) -> int:
+    """Collects rows, trains heads, measures them on held-out prompts and writes them to `out`.
+
+    Raises ValueError for what a user can put right; `out` appears last and whole.
+    """
+    config = load_config(config_path, overrides)
+    check_target(out)
+    _check_options(options)
+    target = _load(config, options.threads)
+    started = time.monotonic()
+    rows, source = _rows(config, target, options)
+    seconds = time.monotonic() - started
+    console.print(f"collected {len(rows):,} tokens of {len(rows.prompt.unique()):,} prompts in {seconds:.0f} s")
+    settings = HeadTrainConfig(epochs=options.epochs, seed=config.run.seed)
+    kept, held_out = rows.split_by_prompt(settings.holdout, settings.seed)
+    if len(held_out) == 0:
+        raise ValueError(f"--tokens {options.tokens} gives a single prompt; none could be held out, so ask for more.")
+
+    started = time.monotonic()
+    with _bar("training", None) as step:
+        made = train(
+            kept,
+            held_out,
+            target.lm_head,
+            target.embedding,
+            heads=options.heads,
+            rank=options.rank,
+            config=settings,
+            progress=lambda done, steps, _loss: step(done, steps),
+        )
+    _say_losses(made, time.monotonic() - started)
+    rollouts = _held_out_rollouts(config, target, None if options.texts else held_out)
+    measured = _measure(made.heads, rollouts, config, target)
+    trained_on = TrainedOn(
+        rows=len(kept),
+        prompts=len(kept.prompt.unique()),
+        source=source,
+        temperature=None if options.texts else config.sampling.temperature,
+    )
+    gate = {
+        "held_out_rows": len(held_out),
+        "kl_before": list(made.report.heldout_before),
+        "kl_after": list(made.report.heldout_after),
+        "acceptance": as_json(measured),
+    }
+    write_heads(out, made.heads, HeadsManifest(target.fingerprint, trained_on, None, gate))
+    console.print(f"wrote {out}; serve it with --set rollout.engine.speculation.heads={out}")
+    return 0
+
+
+def eval_command(heads_dir: Path, config_path: Path, overrides: Sequence[str], tokens: int, threads: int) -> int:
+    """Measures heads on fresh rollouts of the configuration's held-out prompts."""
+    config = load_config(config_path, overrides)
+    if tokens < 1:
+        raise ValueError(f"--tokens {tokens} must be at least 1.")
+    loaded = load_artifact(heads_dir, ModelFingerprint.of(fetch_model(config.model.source)))
+    target = _load(config, threads)
+    heads = loaded.heads.to(target.device)
+    _measure(heads, _held_out_rollouts(config, target, None, tokens), config, target)
+    return 0
+
+
+def show_command(heads_dir: Path) -> int:
+    """Prints the manifest of an artifact whose files are as it says."""
+    loaded = load_artifact(heads_dir)
+    console.print(description(loaded))
+    gate = loaded.manifest.gate
+    if gate.get("acceptance"):
+        console.print(acceptance_table(from_json(gate["acceptance"])))
+    return 0
+
+
+def _check_options(options: TrainOptions) -> None:
+    for name in ("tokens", "rank", "epochs"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} {getattr(options, name)} must be at least 1.")
+    if not 1 <= options.heads <= 8:
+        raise ValueError(f"--heads {options.heads} must lie between 1 and 8.")
+    if options.texts is not None and not options.texts.is_file():
+        raise ValueError(f"--texts {options.texts} is not an existing file.")
+
+
+def _load(config: Config, threads: int) -> TargetModel:
+    if threads < 0:
+        raise ValueError(f"--threads {threads} must be 0 or more.")
+    quiet_libraries()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(threads or len(cores()))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return TargetModel(fetch_model(config.model.source), getattr(torch, config.model.dtype), device)
+
+
+def _rows(config: Config, target: TargetModel, options: TrainOptions) -> tuple[HeadRows, str]:
+    """What to train on, and what it is called in the manifest."""
+    if options.texts is not None:
+        longest = config.rollout.engine.context_length
+        texts = read_texts(options.texts, target, longest, min(options.tokens, _TEXTS_AT_MOST))
+        random.Random(config.run.seed).shuffle(texts)  # noqa: S311
+        with _bar("reading", options.tokens) as step:
+            return text_rows(target, texts, tokens=options.tokens, progress=step), options.texts.name
+    prompts = load_prompts(config.data, target.tokenizer, config.run.seed)
+    ids = [prompts.train[i].ids for i in prompts.order(0)]
+    with _bar("sampling", options.tokens) as step:
+        rows = sample_rows(
+            target, ids, config.sampling.to_params(), tokens=options.tokens, seed=config.run.seed, progress=step
+        )
+    return rows, config.data.source
+
+
+def _held_out_rollouts(
+    config: Config, target: TargetModel, at_own_temperature: HeadRows | None, tokens: int = _EVAL_TOKENS
+) -> dict[float, HeadRows]:
+    """Rollouts of prompts that no heads were trained on, by temperature, highest first."""
+    prompts = load_prompts(config.data, target.tokenizer, config.run.seed)
+    ids = [prompt.ids for prompt in prompts.holdout or prompts.train[::-1]]
+    own = config.sampling.temperature
+    found = {}
+    for temperature in sorted({own, *_TEMPERATURES}, reverse=True):
+        if temperature == own and at_own_temperature is not None:
+            found[temperature] = at_own_temperature
+            continue
+        law = replace(config.sampling.to_params(), temperature=temperature)
+        with _bar(f"sampling at {temperature:g}", tokens) as step:
+            found[temperature] = sample_rows(target, ids, law, tokens=tokens, seed=config.run.seed, progress=step)
+    return found
+
+
+def _measure(
+    heads: FutureTokenHeads, rollouts: dict[float, HeadRows], config: Config, target: TargetModel
+) -> list[Acceptance]:
+    filters = {name: getattr(config.sampling, name) for name in ("top_k", "top_p", "min_p")}
+    total, measured = len(rollouts) * len(RULES) * len(NODES), []
+    with _bar("measuring", total) as step:
+        for one in acceptances(heads, rollouts, target.lm_head, target.embedding, law=filters):
+            measured.append(one)
+            step(len(measured))
+    console.print(acceptance_table(measured))
+    return measured
+
+
+def _say_losses(made: TrainedHeads, seconds: float) -> None:
+    def words(losses: tuple[float, ...]) -> str:
+        return " / ".join(f"{loss:.3f}" for loss in losses)
+
+    report = made.report
+    console.print(
+        f"trained on {report.train_rows:,} tokens in {seconds:.0f} s, ranking {made.kept:,} tokens that carry "
+        f"{made.coverage:.2%} of the mass"
+    )
+    console.print(
+        f"KL on {report.heldout_rows:,} held-out tokens, head by head: {words(report.heldout_before)} nats before, "
+        f"{words(report.heldout_after)} after"
+    )
+
+
+@contextmanager
+def _bar(name: str, total: int | None) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr; call what it gives with how much is done, and the total where it was not known."""
+    columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(name, total=total)
+
+        def step(done: int, whole: int | None = total) -> None:
+            progress.update(task, completed=done, total=whole)
+
+        yield step

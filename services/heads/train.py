@@ -1,0 +1,81 @@
+"""Trains heads on collected rows, against the tokens that matter there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specroll_core.head_training import HeadRows, HeadTrainConfig, HeadTrainReport, evaluate_heads, train_heads
+from specroll_core.heads import FutureTokenHeads, HeadsSpec
+
+# Rows of the LM head that training multiplies with. On one task's rollouts a few thousand tokens carry all but a
+# thousandth of the mass, and the whole vocabulary would take ten times as long.
+FREQUENT = 6144
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedHeads:
+    """kept: tokens that training ranked. coverage: the share of the target's stored mass that they carry. The report's
+    held-out losses are over the whole vocabulary."""
+
+    heads: FutureTokenHeads
+    report: HeadTrainReport
+    kept: int
+    coverage: float
+
+
+def train(
+    rows: HeadRows,
+    held_out: HeadRows,
+    lm_head: Tensor,
+    embedding: Tensor,
+    *,
+    heads: int = 3,
+    rank: int = 256,
+    config: HeadTrainConfig | None = None,
+    frequent: int = FREQUENT,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> TrainedHeads:
+    """Trains fresh heads on `rows` and measures their loss on `held_out`, which shares no prompt with them.
+
+    lm_head, embedding: [V, H] of the target, frozen. progress(step, steps, loss) after each step.
+    """
+    config = replace(config or HeadTrainConfig(), holdout=0.0)
+    spec = HeadsSpec(heads, lm_head.shape[1], rank, lm_head.shape[0])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        made = FutureTokenHeads(spec).to(lm_head.device)
+    ids = frequent_tokens(rows, lm_head.shape[0], frequent)
+    kept, coverage = restrict(rows, ids, lm_head.shape[0])
+    whole, words = lm_head.detach().float(), embedding.detach().float()
+    before = evaluate_heads(made, held_out, whole, words, config.micro_rows)
+    report = train_heads(made, kept, whole[ids.to(lm_head.device)], words, config, progress)
+    after = evaluate_heads(made, held_out, whole, words, config.micro_rows)
+    report = replace(report, heldout_rows=len(held_out), heldout_before=before, heldout_after=after)
+    return TrainedHeads(made, report, int(ids.numel()), coverage)
+
+
+def frequent_tokens(rows: HeadRows, vocab: int, size: int) -> Tensor:
+    """The tokens that training ranks, [M] int64 ascending: the `size` with the largest mass under the target's laws,
+    and the most likely token of each law, so that every law has something left."""
+    mass = torch.zeros(vocab, dtype=torch.float64)
+    mass.index_add_(0, rows.target_ids.flatten().cpu(), rows.target_logprobs.flatten().double().exp().cpu())
+    best = rows.target_ids.gather(1, rows.target_logprobs.argmax(1, keepdim=True)).flatten().cpu()
+    largest = mass.topk(min(size, vocab)).indices
+    return torch.cat([largest, best]).unique()
+
+
+def restrict(rows: HeadRows, ids: Tensor, vocab: int) -> tuple[HeadRows, float]:
+    """The rows with columns of `lm_head[ids]` as targets, and the share of the stored mass that is kept.
+
+    A target outside gets log-probability -inf, which training takes for padding; the rest is renormalised there.
+    """
+    column = torch.full((vocab,), -1)
+    column[ids] = torch.arange(ids.numel())
+    columns = column.to(rows.target_ids.device)[rows.target_ids]
+    logprobs = torch.where(columns >= 0, rows.target_logprobs, -torch.inf)
+    share = float(logprobs.double().exp().sum() / rows.target_logprobs.double().exp().sum())
+    return replace(rows, target_ids=columns.clamp_min(0), target_logprobs=logprobs), share
