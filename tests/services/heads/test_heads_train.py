@@ -14,6 +14,7 @@ from services.heads.artifact import load_artifact
 from services.heads.collect import sample_rows
 from services.heads.fingerprint import ModelFingerprint
 from services.heads.report import acceptances, as_json, from_json, interval
+from services.heads.target import TargetModel
 from services.heads.train import frequent_tokens, restrict, train
 from specroll_core.contracts import SamplingParams
 from specroll_core.head_training import HeadTrainConfig, head_kl
@@ -26,18 +27,39 @@ PROMPTS = [(20 + i, 200 + i) for i in range(20)]
 
 @pytest.fixture(scope="module")
 def rows(target):
-    return sample_rows(target, PROMPTS, LAW, tokens=1500, seed=5)
+    return sample_rows(target, PROMPTS, LAW, tokens=700, seed=5)
 
 
-def test_trained_heads_beat_untrained_ones_on_prompts_they_have_not_seen(target, rows):
+@pytest.fixture(scope="module")
+def fluent(tiny_dir):
+    """The tiny model after some lessons in a language of 24 words, where each mostly calls for one other. A random
+    model's next tokens but one cannot be guessed from any state."""
+    target = TargetModel(tiny_dir, torch.float32, torch.device("cpu"))
+    optimizer = torch.optim.AdamW(target.model.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        words = [torch.randint(24, (16,), generator=generator)]
+        for _ in range(15):
+            slip = torch.rand(16, generator=generator) < 0.1
+            words.append(torch.where(slip, torch.randint(24, (16,), generator=generator), (words[-1] * 5 + 3) % 24))
+        ids = 100 + torch.stack(words, 1)
+        optimizer.zero_grad()
+        target.model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    return target
+
+
+def test_trained_heads_beat_untrained_ones_on_prompts_they_have_not_seen(fluent):
+    prompts = [(100 + i, 100 + i // 2) for i in range(24)]
+    rows = sample_rows(fluent, prompts, SamplingParams(temperature=1.0, max_new_tokens=30), tokens=600, seed=5)
     kept, held_out = rows.split_by_prompt(0.2, 0)
-    config = HeadTrainConfig(epochs=12, learning_rate=5e-3, batch_rows=128)
-    made = train(kept, held_out, target.lm_head, target.embedding, rank=32, config=config)
-    assert all(a < b for a, b in zip(made.report.heldout_after, made.report.heldout_before, strict=True))
+    config = HeadTrainConfig(epochs=12, learning_rate=5e-3, batch_rows=64)
+    made = train(kept, held_out, fluent.lm_head, fluent.embedding, rank=32, config=config)
+    assert all(a < 0.7 * b for a, b in zip(made.report.heldout_after, made.report.heldout_before, strict=True))
     fresh = FutureTokenHeads(HeadsSpec(3, 64, 32, 320))
-    rollouts = {LAW.temperature: held_out}
+    rollouts = {1.0: held_out}
     trained, untrained = (
-        list(acceptances(heads, rollouts, target.lm_head, target.embedding, nodes=(4, 8)))
+        list(acceptances(heads, rollouts, fluent.lm_head, fluent.embedding, nodes=(4, 8)))
         for heads in (made.heads, fresh)
     )
     assert [(a.rule, a.nodes) for a in trained] == [
@@ -47,7 +69,7 @@ def test_trained_heads_beat_untrained_ones_on_prompts_they_have_not_seen(target,
         ("sampled_child", 8),
     ]
     for ours, theirs in zip(trained, untrained, strict=True):
-        assert ours.tokens_per_step > theirs.tokens_per_step
+        assert ours.tokens_per_step > 1.3 * theirs.tokens_per_step
         assert ours.low <= ours.tokens_per_step <= ours.high
     assert from_json(json.loads(json.dumps(as_json(trained)))) == trained
 
