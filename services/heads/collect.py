@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,38 +82,43 @@ def text_rows(
     target: TargetModel,
     texts: Sequence[Sequence[int]],
     *,
-    tokens: int | None = None,
     progress: Progress | None = None,
 ) -> HeadRows:
-    """Rows of given texts as token ids, each a prompt of its own, until there are `tokens` rows. Row i is the i + 1st
-    token of a text: the first has no law. Texts of one token are left out."""
+    """Rows of given texts as token ids, each a prompt of its own. Row i is the i + 1st token of a text: the first has
+    no law. Texts of one token are left out. progress(done) is called with the rows so far."""
     parts: list[_Part] = []
-    done = 0
     for batch in _batches(texts):
         parts += _read(target, batch)
-        done = sum(len(part.tokens) for part in parts)
         if progress is not None:
-            progress(done)
-        if tokens is not None and done >= tokens:
-            break
+            progress(sum(len(part.tokens) for part in parts))
     if not parts:
         raise ValueError("--texts must hold at least one text of two tokens.")
     return _join(parts)
 
 
-def read_texts(path: Path, target: TargetModel, max_tokens: int, limit: int) -> list[list[int]]:
-    """The column `text` of a .jsonl, .json, .csv or .parquet file as token ids, at most `max_tokens` of each text and
-    `limit` texts. Raises DataError."""
+def read_texts(path: Path, target: TargetModel, *, longest: int, tokens: int, seed: int = 0) -> list[list[int]]:
+    """Texts as token ids, in a shuffled order, until they hold `tokens` tokens beside each one's first.
+
+    path: a .jsonl, .json, .csv or .parquet file with a column `text`. longest: tokens that are kept of a text.
+    Raises DataError.
+    """
     if path.suffix.lower() not in (".jsonl", ".json", ".csv", ".parquet"):
         raise DataError(f"--texts {path} must be a .jsonl, .json, .csv or .parquet file.")
     try:
-        rows = load_rows(DataConfig(source=str(path), size=limit), seed=0)
+        rows = load_rows(DataConfig(source=str(path), size=max(1, tokens)), seed=0)
     except DataError as error:
         raise DataError(str(error).replace("data.source = ", "--texts ")) from error
     texts = [row.get("text") for row in rows]
     if not all(isinstance(text, str) for text in texts):
         raise DataError(f"--texts {path} must have a column 'text' that holds text in every row.")
-    return [ids[:max_tokens] for ids in target.tokenizer(texts)["input_ids"]]
+    random.Random(seed).shuffle(texts)  # noqa: S311
+    found: list[list[int]] = []
+    for text in texts:
+        if tokens <= 0:
+            break
+        found.append(target.tokenizer(text)["input_ids"][:longest])
+        tokens -= max(0, len(found[-1]) - 1)
+    return found
 
 
 def _next_batch(missing: int, done: int, begun: int, longest: int, batch: int) -> int:

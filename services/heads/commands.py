@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +40,6 @@ from specroll_core.heads import FutureTokenHeads
 _TEMPERATURES = (1.0, 0.6)
 # Held-out tokens per temperature: enough for an interval of about two percent.
 _EVAL_TOKENS = 4000
-_TEXTS_AT_MOST = 1_000_000
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -90,7 +88,8 @@ def train_command(config_path: Path, overrides: Sequence[str], out: Path, option
             progress=lambda done, steps, _loss: step(done, steps),
         )
     _say_losses(made, time.monotonic() - started)
-    rollouts = _held_out_rollouts(config, target, None if options.texts else held_out)
+    tokens = min(options.tokens, _EVAL_TOKENS)
+    rollouts = _held_out_rollouts(config, target, tokens, None if options.texts else held_out)
     measured = _measure(made.heads, rollouts, config, target)
     trained_on = TrainedOn(
         rows=len(kept),
@@ -117,7 +116,7 @@ def eval_command(heads_dir: Path, config_path: Path, overrides: Sequence[str], t
     loaded = load_artifact(heads_dir, ModelFingerprint.of(fetch_model(config.model.source)))
     target = _load(config, threads)
     heads = loaded.heads.to(target.device)
-    _measure(heads, _held_out_rollouts(config, target, None, tokens), config, target)
+    _measure(heads, _held_out_rollouts(config, target, tokens), config, target)
     return 0
 
 
@@ -155,10 +154,9 @@ def _rows(config: Config, target: TargetModel, options: TrainOptions) -> tuple[H
     """What to train on, and what it is called in the manifest."""
     if options.texts is not None:
         longest = config.rollout.engine.context_length
-        texts = read_texts(options.texts, target, longest, min(options.tokens, _TEXTS_AT_MOST))
-        random.Random(config.run.seed).shuffle(texts)  # noqa: S311
+        texts = read_texts(options.texts, target, longest=longest, tokens=options.tokens, seed=config.run.seed)
         with _bar("reading", options.tokens) as step:
-            return text_rows(target, texts, tokens=options.tokens, progress=step), options.texts.name
+            return text_rows(target, texts, progress=step), options.texts.name
     prompts = load_prompts(config.data, target.tokenizer, config.run.seed)
     ids = [prompts.train[i].ids for i in prompts.order(0)]
     with _bar("sampling", options.tokens) as step:
@@ -169,11 +167,12 @@ def _rows(config: Config, target: TargetModel, options: TrainOptions) -> tuple[H
 
 
 def _held_out_rollouts(
-    config: Config, target: TargetModel, at_own_temperature: HeadRows | None, tokens: int = _EVAL_TOKENS
+    config: Config, target: TargetModel, tokens: int, at_own_temperature: HeadRows | None = None
 ) -> dict[float, HeadRows]:
-    """Rollouts of prompts that no heads were trained on, by temperature, highest first."""
+    """Rollouts of prompts that heads were not trained on, by temperature, highest first; where the configuration holds
+    no prompt out, of those that training takes last."""
     prompts = load_prompts(config.data, target.tokenizer, config.run.seed)
-    ids = [prompt.ids for prompt in prompts.holdout or prompts.train[::-1]]
+    ids = [prompt.ids for prompt in prompts.holdout or [prompts.train[i] for i in reversed(prompts.order(0))]]
     own = config.sampling.temperature
     found = {}
     for temperature in sorted({own, *_TEMPERATURES}, reverse=True):

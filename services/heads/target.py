@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.heads import decode_attention
 from services.heads.fingerprint import ModelFingerprint
 
 
@@ -26,7 +27,10 @@ class TargetModel:
         self.device = device
         self.fingerprint = ModelFingerprint.of(directory)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation=decode_attention.register()
+        )
+        self.model.to(device).eval()
         self.output: torch.nn.Module = self.model.get_output_embeddings()
         self.lm_head: Tensor = self.output.weight.detach()
         self.embedding: Tensor = self.model.get_input_embeddings().weight.detach()

@@ -14,10 +14,18 @@ from specroll_core.contracts import SamplingParams
 PROMPTS = [(40, 50, 60), (70, 80, 90, 100, 110, 120), (33, 44)]
 
 
-def naive_rows(target, ids, first):
+@pytest.fixture(scope="module")
+def plain(tiny_dir):
+    """The same model with the attention of `transformers`."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32, attn_implementation="eager")
+
+
+def naive_rows(model, ids, first):
     """Tokens from position `first` on, with the states before them, their best tokens and log-probabilities."""
     with torch.no_grad():
-        out = target.model(torch.tensor([ids]), output_hidden_states=True)
+        out = model(torch.tensor([ids]), output_hidden_states=True)
     logprobs = out.logits[0].log_softmax(-1)
     best = logprobs[first - 1 : -1].topk(TOP)
     return torch.tensor(ids[first:]), out.hidden_states[-1][0, first - 1 : -1], best.indices, best.values
@@ -28,13 +36,13 @@ def sampled(target):
     return sample_rows(target, PROMPTS, SamplingParams(temperature=0.8, max_new_tokens=12), tokens=90, seed=1, batch=4)
 
 
-def test_sampled_rows_are_what_the_model_says_of_them(target, sampled):
+def test_sampled_rows_are_what_the_model_says_of_them(plain, sampled):
     assert len(sampled) >= 90
     assert set(sampled.prompt.tolist()) == {0, 1, 2}
     for sequence in sampled.sequence.unique().tolist():
         rows = sampled.select(sampled.sequence == sequence)
         prompt = PROMPTS[int(rows.prompt[0])]
-        tokens, hidden, ids, logprobs = naive_rows(target, [*prompt, *rows.tokens.tolist()], len(prompt))
+        tokens, hidden, ids, logprobs = naive_rows(plain, [*prompt, *rows.tokens.tolist()], len(prompt))
         assert torch.equal(rows.tokens, tokens)
         torch.testing.assert_close(rows.hidden, hidden, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(rows.target_logprobs, logprobs, atol=1e-4, rtol=1e-4)
@@ -81,13 +89,13 @@ def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it(target):
     assert word not in target.tokenizer.decode(mine[:-1])
 
 
-def test_text_rows_are_what_the_model_says_of_the_texts(target):
+def test_text_rows_are_what_the_model_says_of_the_texts(target, plain):
     texts = [[10, 20, 30, 40], [50], [60, 70], list(range(100, 140))]
     rows = text_rows(target, texts)
     assert rows.prompt.unique().tolist() == [0, 2, 3]
     for position in (0, 2, 3):
         mine = rows.select(rows.prompt == position)
-        tokens, hidden, ids, logprobs = naive_rows(target, texts[position], 1)
+        tokens, hidden, ids, logprobs = naive_rows(plain, texts[position], 1)
         assert torch.equal(mine.tokens, tokens)
         torch.testing.assert_close(mine.hidden, hidden, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(mine.target_logprobs, logprobs, atol=1e-4, rtol=1e-4)
@@ -97,16 +105,16 @@ def test_text_rows_are_what_the_model_says_of_the_texts(target):
 def test_texts_are_read_from_their_column(target, tmp_path):
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("some text", "another one")))
-    texts = read_texts(path, target, 6, 10)
-    assert target.tokenizer.decode(texts[0]) == target.tokenizer.decode(target.tokenizer("some text")["input_ids"][:6])
-    assert len(read_texts(path, target, 6, 1)) == 1
+    texts = read_texts(path, target, longest=6, tokens=10)
+    assert sorted(texts) == sorted(target.tokenizer(text)["input_ids"][:6] for text in ("some text", "another one"))
+    assert len(read_texts(path, target, longest=6, tokens=5)) == 1
     path.write_text('{"txt": "some text"}\n')
     with pytest.raises(DataError, match="column 'text'"):
-        read_texts(path, target, 6, 10)
+        read_texts(path, target, longest=6, tokens=10)
     path.write_text("{")
     with pytest.raises(DataError, match=r"^--texts .*texts.jsonl' is not valid JSON"):
-        read_texts(path, target, 6, 10)
+        read_texts(path, target, longest=6, tokens=10)
     with pytest.raises(DataError, match="must be a .jsonl"):
-        read_texts(tmp_path / "texts.docx", target, 6, 10)
+        read_texts(tmp_path / "texts.docx", target, longest=6, tokens=10)
     with pytest.raises(ValueError, match="at least one text of two tokens"):
         text_rows(target, [[1]])
