@@ -49,6 +49,24 @@ class UpdateReport:
     in_flight: int
 
 
+@dataclass(slots=True)
+class SpeculationStats:
+    """Sums over all verification rounds since the engine started.
+
+    requests: of all rounds; emitted / requests is the acceptance length, what ends cut off included. drafted: nodes
+    beside the roots. Seconds of the scheduler's process: heads and trees, the target's forward, the walk and what
+    follows it.
+    """
+
+    rounds: int = 0
+    requests: int = 0
+    drafted: int = 0
+    emitted: int = 0
+    propose_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     """running, waiting: requests in the model's batch and before it. tokens_total: sampled since the start."""

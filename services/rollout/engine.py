@@ -27,11 +27,13 @@ from services.rollout.completion import (
     EngineError,
     EngineStatus,
     PolicyUpdateError,
+    SpeculationStats,
     UpdateReport,
 )
 from services.rollout.heads_file import load_heads
 from services.rollout.policy_check import PolicyShape, check_policy
 from services.rollout.sglang_plugin.spec_report import META_KEY as ROUNDS_KEY
+from services.rollout.sglang_plugin.spec_report import STATS_KEY
 from services.rollout.sglang_plugin.spec_report import count as count_rounds
 from services.rollout.sglang_plugin.variables import TARGET_MATCH_KEY
 from specroll_core.contracts import FinishReason, SamplingParams, VersionSpan
@@ -141,6 +143,14 @@ class RolloutEngine:
             tokens_total=self._tokens_total,
             alive=self._failure is None and all(process.is_alive() for process in self._processes),
         )
+
+    async def speculation_stats(self) -> SpeculationStats | None:
+        """What speculation has done since the start; None where it is off."""
+        self._attach()
+        if not self._config.speculation.enabled:
+            return None
+        states = await self._or_failure(self._manager.get_internal_state())
+        return SpeculationStats(**states[0][STATS_KEY])
 
     def close(self) -> None:
         """Ends SGLang's processes. Requests in flight raise EngineError. Safe to call twice."""

@@ -57,6 +57,8 @@ def _register_speculation() -> None:
     SchedulerOutputStreamer.has_additional_customized_info = True
     target = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
     HookRegistry.register(f"{target}.build_additional_customized_info", _add_rounds, HookType.REPLACE)
+    target = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
+    HookRegistry.register(f"{target}._add_speculative", _add_stats, HookType.AFTER)
     target = "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len"
     HookRegistry.register(target, _hold_whole_reserve, HookType.AFTER)
 
@@ -119,6 +121,12 @@ def _add_rounds(streamer, requests):  # noqa: ARG001
     from services.rollout.sglang_plugin.spec_report import finished_rounds
 
     return finished_rounds(requests)
+
+
+def _add_stats(result, controller, state) -> None:  # noqa: ARG001
+    from services.rollout.sglang_plugin.spec_report import STATS_KEY
+
+    state[STATS_KEY] = controller.scheduler.draft_worker.stats_record()
 
 
 def _hold_whole_reserve(result: int) -> int:

@@ -13,6 +13,7 @@ from specroll_core.contracts import SpecCounters
 from specroll_core.finish import SpecTally
 
 META_KEY = "specroll_rounds"
+STATS_KEY = "specroll_stats"
 _ATTRIBUTE = "specroll_rounds"
 
 

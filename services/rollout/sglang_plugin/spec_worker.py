@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -28,6 +28,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from torch import Tensor
 
 from services.config import SpeculationConfig
+from services.rollout.completion import SpeculationStats
 from services.rollout.heads_file import load_heads
 from services.rollout.sglang_plugin.proposer import HeadProposer
 from services.rollout.sglang_plugin.sampler import law_params
@@ -44,16 +45,6 @@ from specroll_core.tree import DraftTree, build_tree, plain_tree
 from specroll_core.verify import Verified, credit, verify
 
 
-@dataclass(slots=True)
-class StepTimes:
-    """Seconds spent in each part of the rounds so far."""
-
-    rounds: int = 0
-    propose: float = 0.0
-    forward: float = 0.0
-    verify: float = 0.0
-
-
 class SpeculativeWorker(BaseSpecWorker):
     """SGLang constructs it with these arguments, then calls `alloc_memory_pool` once."""
 
@@ -66,7 +57,7 @@ class SpeculativeWorker(BaseSpecWorker):
         self.speculative_num_draft_tokens = self.config.max_nodes
         # On a GPU, graphs of a speculative engine exist for verification only.
         self._decodes_plainly = get_device().device == "cpu"
-        self.times = StepTimes()
+        self.stats = SpeculationStats()
         self.scorer = CountTableScorer()
         self.budget = BudgetPolicy(
             [n for n in BUDGETS if n <= self.config.max_nodes], peak_tokens=self.config.peak_tokens
@@ -78,6 +69,10 @@ class SpeculativeWorker(BaseSpecWorker):
     def draft_worker(self) -> None:
         """No model beside the target's."""
         return
+
+    def stats_record(self) -> dict[str, float]:
+        """The fields of `SpeculationStats`, as plain numbers for SGLang's messages."""
+        return asdict(self.stats)
 
     def alloc_memory_pool(self, **kwargs) -> None:  # noqa: ARG002 (SGLang's signature)
         self.req_to_token_pool, self.token_to_kv_pool_allocator = self._target_worker.get_memory_pool()
@@ -232,13 +227,17 @@ class SpeculativeWorker(BaseSpecWorker):
         self.slots.store(batch.req_pool_indices.to(torch.int64), verified.pending, states)
 
     def _record(self, tree: DraftTree, verified: Verified, seconds: tuple[float, float, float]) -> None:
-        times = self.times
-        times.rounds += 1
-        times.propose, times.forward, times.verify = (
-            total + part for total, part in zip((times.propose, times.forward, times.verify), seconds, strict=True)
-        )
+        lengths = verified.lengths.tolist()
+        stats = self.stats
+        stats.rounds += 1
+        stats.requests += len(lengths)
+        stats.drafted += int(tree.drafted.sum())
+        stats.emitted += sum(lengths)
+        stats.propose_seconds += seconds[0]
+        stats.forward_seconds += seconds[1]
+        stats.verify_seconds += seconds[2]
         if self.proposer is None or self.config.nodes:
             return
         B, nodes = tree.tokens.shape
         self.budget.record(B, nodes, sum(seconds))
-        self.budget.acceptance.observe(tree.path_scores[:, 1:].tolist(), verified.lengths.tolist())
+        self.budget.acceptance.observe(tree.path_scores[:, 1:].tolist(), lengths)

@@ -100,6 +100,16 @@ def test_a_prompt_that_is_computed_in_chunks(engine, run, model):
     assert got.token_ids == greedy(model, prompt, 30)
 
 
+def test_statistics_are_those_of_the_requests(engine, run):
+    before = run(engine.speculation_stats())
+    got = run(sample(engine, PROMPTS[0], max_new_tokens=50, temperature=0.5, ignore_eos=True))
+    after = run(engine.speculation_stats())
+    assert after.rounds - before.rounds == after.requests - before.requests == got.spec.verify_steps
+    assert after.drafted - before.drafted == got.spec.drafted
+    assert after.emitted - before.emitted >= 49  # the last round may have been cut
+    assert after.forward_seconds > before.forward_seconds
+
+
 @torch.no_grad()
 def exact_law(model, prompt, length, **law):
     """{tokens: probability} of the first `length` tokens, by enumeration of the final law's support."""
