@@ -60,7 +60,8 @@ def sample_rows(
     """Samples completions of `prompts`, in their order and over again as often as needed, until they hold `tokens`
     tokens; one completion of each prompt where tokens is None. The token that ends a completion is a row too.
 
-    `HeadRows.prompt` is the position in `prompts`. progress(done) is called after each step with the tokens so far.
+    The rows lie on the target's device. `HeadRows.prompt` is the position in `prompts`. progress(done) is called after
+    each step with the tokens so far.
     """
     parts: list[_Part] = []
     done, begun = 0, 0
@@ -75,7 +76,7 @@ def sample_rows(
             parts += _sample(target, [prompts[i] for i in chosen], chosen, law, report)
             begun += count
             done = sum(len(part.tokens) for part in parts)
-    return _join(parts)
+    return _join(parts, target.device)
 
 
 def text_rows(
@@ -93,7 +94,7 @@ def text_rows(
             progress(sum(len(part.tokens) for part in parts))
     if not parts:
         raise ValueError("--texts must hold at least one text of two tokens.")
-    return _join(parts)
+    return _join(parts, target.device)
 
 
 def read_texts(path: Path, target: TargetModel, *, longest: int, tokens: int, seed: int = 0) -> list[list[int]]:
@@ -240,9 +241,9 @@ def _batches(texts: Sequence[Sequence[int]]) -> Iterator[list[tuple[int, Sequenc
         yield batch
 
 
-def _join(parts: Sequence[_Part]) -> HeadRows:
+def _join(parts: Sequence[_Part], device: torch.device) -> HeadRows:
     lengths = torch.tensor([len(part.tokens) for part in parts])
-    return HeadRows(
+    columns = (
         torch.cat([part.tokens for part in parts]),
         torch.cat([part.hidden for part in parts]),
         torch.cat([part.ids for part in parts]),
@@ -250,3 +251,4 @@ def _join(parts: Sequence[_Part]) -> HeadRows:
         torch.arange(len(parts)).repeat_interleave(lengths),
         torch.tensor([part.prompt for part in parts]).repeat_interleave(lengths),
     )
+    return HeadRows(*(column.to(device) for column in columns))

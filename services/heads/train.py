@@ -50,10 +50,9 @@ def train(
         made = FutureTokenHeads(spec).to(lm_head.device)
     ids = frequent_tokens(rows, lm_head.shape[0], frequent)
     kept, coverage = restrict(rows, ids, lm_head.shape[0])
-    whole, words = lm_head.detach().float(), embedding.detach().float()
-    before = evaluate_heads(made, held_out, whole, words, config.micro_rows)
-    report = train_heads(made, kept, whole[ids.to(lm_head.device)], words, config, progress)
-    after = evaluate_heads(made, held_out, whole, words, config.micro_rows)
+    before = evaluate_heads(made, held_out, lm_head, embedding, config.micro_rows)
+    report = train_heads(made, kept, lm_head[ids.to(lm_head.device)], embedding, config, progress)
+    after = evaluate_heads(made, held_out, lm_head, embedding, config.micro_rows)
     report = replace(report, heldout_rows=len(held_out), heldout_before=before, heldout_after=after)
     return TrainedHeads(made, report, int(ids.numel()), coverage)
 
