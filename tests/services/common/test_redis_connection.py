@@ -60,7 +60,7 @@ def test_a_server_without_an_append_only_file_is_warned_about(server, client, ca
 def test_the_embedded_server_keeps_its_secret_and_evicts_nothing(server, client):
     directory = server._dir
     assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
-    assert client.config_get("appendfsync") == {"appendfsync": "everysec"}
+    assert client.config_get("appendfsync") == {"appendfsync": "always"}
     for name in ("password", "redis.conf"):
         assert stat.S_IMODE((directory / name).stat().st_mode) == 0o600
     with open(f"/proc/{server.pid}/cmdline", "rb") as file:
