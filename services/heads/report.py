@@ -104,6 +104,8 @@ def description(loaded: HeadsArtifact) -> Table:
     versions = "as given" if trained.policy_versions is None else "{} to {}".format(*trained.policy_versions)
     parameters = sum(p.numel() for p in loaded.heads.parameters())
     table = Table(show_header=False, box=None)
+    table.add_column()
+    table.add_column(overflow="fold")  # hashes are compared by eye
     for name, value in (
         ("directory", artifact.path),
         ("version", f"{artifact.version}, from {'scratch' if manifest.parent is None else manifest.parent}"),

@@ -11,8 +11,8 @@ from torch import Tensor
 from specroll_core.head_training import HeadRows, HeadTrainConfig, HeadTrainReport, evaluate_heads, train_heads
 from specroll_core.heads import FutureTokenHeads, HeadsSpec
 
-# Rows of the LM head that training multiplies with. On one task's rollouts a few thousand tokens carry all but a
-# thousandth of the mass, and the whole vocabulary would take ten times as long.
+# Rows of the LM head that training multiplies with, most of its cost. On rollouts of word problems they carry 99.7 % of
+# the mass that is trained on and 98 % of that of other prompts; a vocabulary of 49,152 would take about six times as long.
 FREQUENT = 6144
 
 
