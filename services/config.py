@@ -14,6 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from specroll_core.contracts import SamplingParams
 
+# Of its context length SGLang gives two tokens less to prompt and completion: a completion that asks for them would
+# end early, as "length", without a word.
+RESERVED_TOKENS = 2
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -303,9 +307,10 @@ class Config(Section):
     @model_validator(mode="after")
     def _one_prompt_fits_the_engine(self) -> Config:
         need = self.data.max_prompt_tokens + self.sampling.max_new_tokens
-        if need > self.rollout.engine.context_length:
+        if need > self.rollout.engine.context_length - RESERVED_TOKENS:
             raise ValueError(
                 f"data.max_prompt_tokens + sampling.max_new_tokens = {need} exceeds "
-                f"rollout.engine.context_length = {self.rollout.engine.context_length}"
+                f"rollout.engine.context_length - {RESERVED_TOKENS} = "
+                f"{self.rollout.engine.context_length - RESERVED_TOKENS}"
             )
         return self

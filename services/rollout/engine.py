@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import psutil
 
-from services.config import EngineConfig
+from services.config import RESERVED_TOKENS, EngineConfig
 from services.heads.artifact import load_artifact
 from services.heads.fingerprint import ModelFingerprint
 from services.rollout import engine_process
@@ -210,7 +210,7 @@ class RolloutEngine:
             raise ValueError("prompt_ids must not be empty.")
         if not all(0 <= token < vocab for token in prompt_ids):
             raise ValueError(f"prompt_ids must lie between 0 and {vocab - 1}.")
-        room = min(self._config.context_length, self._config.max_total_tokens) - len(prompt_ids)
+        room = min(self._config.context_length, self._config.max_total_tokens) - RESERVED_TOKENS - len(prompt_ids)
         if sampling.max_new_tokens > room:
             raise ValueError(
                 f"max_new_tokens = {sampling.max_new_tokens} exceeds the {max(room, 0)} tokens that the prompt of "

@@ -355,3 +355,11 @@ def test_mismatch_with_transformers_is_far_below_what_training_notices(engine, r
         total += float((log_ratio.exp() - 1 - log_ratio).sum())
         tokens += len(got.token_ids)
     assert total / tokens < 1e-5
+
+
+def test_a_request_gets_all_the_tokens_that_its_context_leaves_and_no_more_are_promised(engine, run):
+    prompt = [1, *([7] * 989)]
+    done = run(sample(engine, prompt, max_new_tokens=32, ignore_eos=True))
+    assert len(done.token_ids) == 32
+    with pytest.raises(ValueError, match="exceeds the 32 tokens"):
+        run(sample(engine, prompt, max_new_tokens=33))

@@ -290,13 +290,17 @@ def test_requests_that_outgrow_the_cache_are_retracted_and_finish(engine, run, m
     async def go():
         return await asyncio.gather(*(sample(engine, p, temperature=0, **never) for p in prompts))
 
-    completions = run(go(), timeout=120)
     expected = model.generate(
         torch.tensor(prompts), do_sample=False, max_new_tokens=500, suppress_tokens=[EOS_ID], pad_token_id=0
     )
-    assert [list(c.token_ids) for c in completions] == expected[:, 2:].tolist()
-    # A prefill after a retraction emits a token that no round accounts for.
-    assert any(len(c.token_ids) > 1 + c.spec.verify_steps + c.spec.accepted for c in completions)
+    # How many SGLang admits depends on how its earlier hopes came out; they rise again with every step.
+    for _ in range(4):
+        completions = run(go(), timeout=120)
+        assert [list(c.token_ids) for c in completions] == expected[:, 2:].tolist()
+        # A prefill after a retraction emits a token that no round accounts for.
+        if any(len(c.token_ids) > 1 + c.spec.verify_steps + c.spec.accepted for c in completions):
+            return
+    raise AssertionError("no request was retracted")
 
 
 def test_a_request_may_fill_the_context(engine, run):
@@ -344,6 +348,33 @@ def test_an_aborted_request_returns_what_it_has(engine, run):
     assert completion.token_ids == tuple(got)
     assert 5 <= len(got) < 900
     assert len(completion.logprobs) == len(got)
+
+
+@pytest.mark.engine
+def test_whatever_widths_the_measured_times_choose(run, model, tiny_dir, tmp_path):
+    """Widths change from step to step, plain steps among them."""
+    heads = make_tiny_heads(model, PROMPTS, tmp_path / "heads.safetensors")
+    speculation = SpeculationConfig(enabled=True, heads=heads, max_nodes=8)
+    config = EngineConfig(threads=1, context_length=512, max_total_tokens=4096, speculation=speculation)
+    engine = RolloutEngine.start(config=config, dtype="float32", model_dir=tiny_dir, policy_version=0, seed=0)
+    try:
+
+        async def go():
+            exact = [sample(engine, p, temperature=0, max_new_tokens=100) for p in PROMPTS]
+            drawn = [sample(engine, p, max_new_tokens=100, ignore_eos=True) for p in PROMPTS]
+            return await asyncio.gather(*exact), await asyncio.gather(*drawn)
+
+        exact, drawn = run(go())
+        stats = run(engine.speculation_stats())
+    finally:
+        engine.close()
+    assert 0 < stats.drafted < 7 * stats.requests
+    for prompt, got in zip(PROMPTS, exact, strict=True):
+        assert got.token_ids == greedy(model, prompt, 100)
+    for prompt, got in zip(PROMPTS, drawn, strict=True):
+        law = torch.log_softmax(forced_logits(model, prompt, got.token_ids), -1)
+        expected = law.gather(1, torch.tensor(got.token_ids)[:, None])[:, 0]
+        assert torch.allclose(expected, torch.tensor(got.logprobs).double(), atol=1e-3)
 
 
 def test_counters_leave_out_what_was_cut_off():
