@@ -65,20 +65,15 @@ def train(path: Path, overrides: Sequence[str], *, resume: bool) -> int:
     stop = threading.Event()
     stop_on_signals(stop)
     with ExitStack() as stack:
-        environment, redis_url = _redis(config, run_dir, stack)
+        environment, redis_settings = _redis(config, run_dir, stack)
         supervisor = Supervisor(run_dir, environment, stop)
         stack.callback(supervisor.stop_all)
-        common = [str(path), *(f"--set={text}" for text in [
-            *overrides,
-            f"redis.url={redis_url}",
-            *_shares(config),
-        ])]  # fmt: skip
+        settings = [*overrides, *redis_settings, *_shares(config)]
+        common = [f"--config={path}", *(f"--set={text}" for text in settings)]
         port = config.learner.port or free_port(config.learner.host)
-        supervisor.start(
-            "learner", [*_as_options(common), f"--set=learner.port={port}", *(["--resume"] if resume else [])]
-        )
+        supervisor.start("learner", [*common, f"--set=learner.port={port}", *(["--resume"] if resume else [])])
         supervisor.start("rollout", [
-            *_as_options(common),
+            *common,
             f"--set=rollout.learner={config.learner.host}:{port}",
             f"--set=rollout.cache={run_dir.root / 'rollout-cache'}",
         ])  # fmt: skip
@@ -187,15 +182,17 @@ class Supervisor:
         return 1
 
 
-def _redis(config: Config, run_dir: RunDir, stack: ExitStack) -> tuple[dict[str, str], str]:
-    """Environment and URL for the children: of the embedded server, or of the one in the configuration."""
-    url = config.redis.url.get_secret_value()
-    if url:
-        return {}, url
+def _redis(config: Config, run_dir: RunDir, stack: ExitStack) -> tuple[dict[str, str], list[str]]:
+    """Environment and settings with which the children find Redis: the embedded server, unless one is configured.
+
+    A configured URL, which may hold a password, is read by the children themselves: command lines are public.
+    """
+    if config.redis.url.get_secret_value():
+        return {}, []
     server = EmbeddedRedis(run_dir.redis)
     server.start()
     stack.callback(server.stop)
-    return server.environment(), server.url
+    return server.environment(), [f"redis.url={server.url}"]
 
 
 def _shares(config: Config) -> list[str]:
@@ -211,7 +208,3 @@ def _shares(config: Config) -> list[str]:
         shares.append(f"rollout.engine.cpus={available[:half]}")
         shares.append(f"learner.cpus={available[half:]}")
     return shares
-
-
-def _as_options(common: Sequence[str]) -> list[str]:
-    return [f"--config={common[0]}", *common[1:]]

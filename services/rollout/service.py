@@ -21,7 +21,7 @@ from services.common.logs import setup_logging
 from services.common.metrics import serve_metrics
 from services.common.streams import StreamProducer
 from services.common.wire import serialize_trajectory_group
-from services.config import Config
+from services.config import Config, RolloutConfig
 from services.models import load_tokenizer
 from services.rollout.completion import EngineError
 from services.rollout.engine import RolloutEngine
@@ -44,6 +44,13 @@ _PUBLISH_SECONDS = 3600.0
 _ENGINE_CHECK_SECONDS = 1.0
 
 
+def advertised_host(rollout: RolloutConfig) -> str:
+    """Where the learner reaches a worker that binds to `rollout.host`: a wildcard address names no machine."""
+    if rollout.advertise:
+        return rollout.advertise
+    return socket.gethostname() if rollout.host in ("0.0.0.0", "::") else rollout.host  # noqa: S104
+
+
 class RolloutWorker:
     """One rollout process. Call `run` in the main thread: SGLang installs signal handlers there."""
 
@@ -54,7 +61,7 @@ class RolloutWorker:
         rollout = config.rollout
         port = rollout.port or lifecycle.free_port(rollout.host)
         self._bind = (rollout.host, port)
-        self._address = f"{rollout.advertise or rollout.host}:{port}"
+        self._address = f"{advertised_host(rollout)}:{port}"
         self._store = PolicyStore(cache)
 
     def run(self) -> None:
