@@ -28,13 +28,6 @@ class RewardStatus(StrEnum):
     ERROR = "error"  # the verifier failed: an infrastructure failure is never a reward of 0
 
 
-class SpecMode(StrEnum):
-    """How proposals are verified for one request."""
-
-    DEFAULT = "default"  # what the service's configuration says
-    OFF = "off"  # plain decoding, one token a step
-
-
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The law that a request asks for. Defaults are plain sampling from the model.

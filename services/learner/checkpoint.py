@@ -13,7 +13,6 @@ kill at any moment leaves the previous checkpoints as they were.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -25,6 +24,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from services.common.artifact_store import sha256_of
+from services.common.lifecycle import write_json
 from services.learner.trainer import Trainer
 
 _PREFIX = "step_"
@@ -61,13 +62,12 @@ def save(directory: Path, trainer: Trainer, extra: dict[str, Any], *, keep: int 
         partial / "optimizer.safetensors",
     )
     save_file(_random_states(trainer.device), partial / "random.safetensors")
-    _write_json(partial / "state.json", {"format": _FORMAT, "trainer": trainer.state(), "extra": extra})
+    write_json(partial / "state.json", {"format": _FORMAT, "trainer": trainer.state(), "extra": extra})
     files = sorted(p for p in partial.rglob("*") if p.is_file())
-    manifest = {str(p.relative_to(partial)): {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in files}
+    manifest = {str(p.relative_to(partial)): {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in files}
     for path in (*files, partial / "policy"):
         _fsync(path)
-    _write_json(partial / _MANIFEST, {"format": _FORMAT, "step": trainer.version, "files": manifest})
-    _fsync(partial / _MANIFEST)
+    write_json(partial / _MANIFEST, {"format": _FORMAT, "step": trainer.version, "files": manifest})
     _fsync(partial)
     if final.exists():
         # Only after a run went back to an older checkpoint and came here again.
@@ -89,7 +89,7 @@ def load(path: Path, trainer: Trainer) -> dict[str, Any]:
         raise ValueError(f"checkpoint {path} has format {manifest['format']}, this version reads {_FORMAT}")
     for name, entry in manifest["files"].items():
         file = path / name
-        if not file.is_file() or file.stat().st_size != entry["bytes"] or _sha256(file) != entry["sha256"]:
+        if not file.is_file() or file.stat().st_size != entry["bytes"] or sha256_of(file) != entry["sha256"]:
             raise ValueError(f"checkpoint {path} is damaged: {name} is missing or differs from its manifest")
     state = json.loads((path / "state.json").read_text())
     trainer.optimizer.load_tensors(load_file(path / "optimizer.safetensors"))
@@ -120,15 +120,6 @@ def _restore_random_states(states: dict[str, Tensor], device: torch.device) -> N
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=1, allow_nan=False))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:

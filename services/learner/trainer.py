@@ -41,11 +41,11 @@ class _Work:
 class Trainer:
     """The policy, its optimiser and the version of its weights, which is the number of steps taken.
 
-    Consumes batches of trajectory groups; waits for nothing. model_dir: a Hugging Face directory. reference_dir: the
-    model of the KL term where beta > 0, by default `model_dir`; give it when `model_dir` is a checkpoint's policy.
+    Consumes batches of trajectory groups; waits for nothing. model_dir: the Hugging Face directory that the run began
+    with, also when it is resumed: it is the reference of the KL term where beta > 0.
     """
 
-    def __init__(self, config: Config, model_dir: Path, *, reference_dir: Path | None = None) -> None:
+    def __init__(self, config: Config, model_dir: Path) -> None:
         settings = config.learner
         if settings.threads:
             torch.set_num_threads(settings.threads)
@@ -58,7 +58,7 @@ class Trainer:
         self.policy = Policy(model_dir, dtype, self.device)
         self.reference: Policy | None = None
         if self.spec.beta > 0:
-            self.reference = Policy(reference_dir or model_dir, dtype, self.device)
+            self.reference = Policy(model_dir, dtype, self.device)
             self.reference.model.requires_grad_(False)
         self.optimizer = MasterAdamW(
             self.policy.model.named_parameters(),

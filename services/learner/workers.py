@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -195,12 +196,7 @@ class Workers:
             )
         )
         chunks = (rollout_pb2.UpdatePolicyRequest(chunk=chunk) for chunk in iter_chunks(artifact))
-        return worker.stub.UpdatePolicy(_chain(bare, chunks), timeout=self._push_deadline)
-
-
-def _chain(first, rest):
-    yield first
-    yield from rest
+        return worker.stub.UpdatePolicy(itertools.chain([bare], chunks), timeout=self._push_deadline)
 
 
 def _reason(error: grpc.RpcError) -> str:
