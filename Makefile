@@ -6,8 +6,8 @@ VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
 LOCKED := $(VENV)/.locked-$(shell sha256sum requirements.lock | cut -c1-16)
-# In the clone and not in the environment: it says that the environment runs *this* clone's code.
-READY := .setup/$(shell { echo $(abspath $(VENV)); cat pyproject.toml requirements.lock; } | sha256sum | cut -c1-16)
+# One at a time in an environment: it says that the environment runs *this* clone's code.
+READY := $(VENV)/.ready-$(shell { echo $(CURDIR); cat pyproject.toml requirements.lock; } | sha256sum | cut -c1-16)
 # One thread: OpenMP threads spin, and the tests start engines and learners beside themselves.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
@@ -29,7 +29,7 @@ $(LOCKED):
 
 $(READY): | $(LOCKED)
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	@mkdir -p .setup && touch $@
+	@rm -f $(VENV)/.ready-* && touch $@
 
 setup: $(READY)
 
@@ -57,4 +57,4 @@ up: .env
 	@echo "wrote .env with a new gRPC token and Redis password"
 
 clean:
-	rm -rf .setup build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,12 @@ from typing import Any
 import pytest
 
 ENGINE_TIMEOUT_SECONDS = 300  # its start alone may take a minute on a busy machine
+EXIT_TIMEOUT_SECONDS = 60
+
+
+def pytest_unconfigure() -> None:
+    """A thread or a child that keeps the interpreter from ending must fail the run, not stop it for ever."""
+    faulthandler.dump_traceback_later(EXIT_TIMEOUT_SECONDS, exit=True, file=sys.__stderr__)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from specroll_core.contracts import FinishReason, SpecCounters, VersionSpan
 
@@ -13,6 +14,20 @@ class EngineError(RuntimeError):
 
 class PolicyUpdateError(RuntimeError):
     """An update failed after it had begun; the message says which policy serves now."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationOverride:
+    """How one request is drafted for, where it differs from the configuration; its law is the same in any case.
+
+    nodes: verified per step, the pending token included; 1 is plain decoding, None leaves it to the configuration.
+    rule: as in the configuration. parts: the proposers to ask, of "heads", "memory" and "lookup" (a plain match of the
+    last tokens, as in prompt lookup); None for the configured ones. Parts that the engine does not have are ignored.
+    """
+
+    nodes: int | None = None
+    rule: Literal["sampled_child", "target_match"] | None = None
+    parts: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -27,6 +28,7 @@ from services.rollout.completion import (
     EngineError,
     EngineStatus,
     PolicyUpdateError,
+    SpeculationOverride,
     SpeculationStats,
     UpdateReport,
 )
@@ -35,7 +37,7 @@ from services.rollout.policy_check import PolicyShape, check_policy
 from services.rollout.sglang_plugin.spec_report import META_KEY as ROUNDS_KEY
 from services.rollout.sglang_plugin.spec_report import STATS_KEY
 from services.rollout.sglang_plugin.spec_report import count as count_rounds
-from services.rollout.sglang_plugin.variables import TARGET_MATCH_KEY
+from services.rollout.sglang_plugin.variables import OVERRIDE_KEY
 from specroll_core.contracts import FinishReason, SamplingParams, VersionSpan
 
 log = logging.getLogger(__name__)
@@ -89,21 +91,33 @@ class RolloutEngine:
         )
         return cls(engine, config, model_dir, policy_version, seed)
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: SamplingParams, *, request_id: str) -> Completion:
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        speculation: SpeculationOverride | None = None,
+    ) -> Completion:
         """Samples one completion. Requests beyond `max_running_requests` wait in SGLang's queue.
 
         Raises ValueError naming a field that cannot be honoured, EngineError where the engine is dead.
         """
-        async for delta in self._run(prompt_ids, sampling, request_id, stream=False):
+        async for delta in self._run(prompt_ids, sampling, request_id, speculation, stream=False):
             if delta.completion is not None:
                 return delta.completion
         raise AssertionError("SGLang ended a request without its last message")
 
     async def stream(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, *, request_id: str
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        speculation: SpeculationOverride | None = None,
     ) -> AsyncIterator[CompletionDelta]:
         """Like `generate`, as tokens arrive; the last delta carries the completion."""
-        async for delta in self._run(prompt_ids, sampling, request_id, stream=True):
+        async for delta in self._run(prompt_ids, sampling, request_id, speculation, stream=True):
             yield delta
 
     async def abort(self, request_id: str) -> None:
@@ -167,7 +181,13 @@ class RolloutEngine:
             process.join(timeout=10)
 
     async def _run(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, request_id: str, *, stream: bool
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str,
+        speculation: SpeculationOverride | None,
+        *,
+        stream: bool,
     ) -> AsyncIterator[CompletionDelta]:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -177,7 +197,7 @@ class RolloutEngine:
         rid = uuid.uuid4().hex
         request = GenerateReqInput(
             input_ids=list(prompt_ids),
-            sampling_params=self._sglang_params(sampling),
+            sampling_params=self._sglang_params(sampling, speculation),
             rid=rid,
             return_logprob=True,
             logprob_start_len=-1,
@@ -227,7 +247,7 @@ class RolloutEngine:
         if request_id in self._active:
             raise ValueError(f"request_id = {request_id!r} is in use.")
 
-    def _sglang_params(self, sampling: SamplingParams) -> dict[str, Any]:
+    def _sglang_params(self, sampling: SamplingParams, speculation: SpeculationOverride | None) -> dict[str, Any]:
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         params = {
             "temperature": sampling.temperature,
@@ -245,8 +265,12 @@ class RolloutEngine:
             "logit_bias": {str(token): bias for token, bias in sampling.logit_bias} or None,
             "skip_special_tokens": False,
         }
-        if self._config.speculation.enabled and sampling.seed is not None:
-            params["custom_params"] = {TARGET_MATCH_KEY: True}
+        if self._config.speculation.enabled:
+            override = asdict(speculation) if speculation is not None else {}
+            if sampling.seed is not None:
+                override["rule"] = "target_match"
+            if override:
+                params["custom_params"] = {OVERRIDE_KEY: override}
         return params
 
     async def _swap(self, model_dir: Path, version: int, label: str, pause_mode: str, in_flight: int) -> UpdateReport:

@@ -35,7 +35,7 @@ from services.rollout.sglang_plugin.sampler import law_params
 from services.rollout.sglang_plugin.slots import RequestSlots
 from services.rollout.sglang_plugin.spec_report import note_round
 from services.rollout.sglang_plugin.spec_sampling import NodeLaw, cut, tree_uniforms, walk_uniforms
-from services.rollout.sglang_plugin.variables import SPECULATION_VARIABLE, TARGET_MATCH_KEY
+from services.rollout.sglang_plugin.variables import OVERRIDE_KEY, SPECULATION_VARIABLE
 from services.rollout.sglang_plugin.verify_input import BetweenRounds, TreeVerifyInput
 from specroll_core.budget import BUDGETS, BudgetPolicy
 from specroll_core.growth import TreeOptions
@@ -166,10 +166,8 @@ class SpeculativeWorker(BaseSpecWorker):
 
     def _by_target_match(self, request) -> bool:
         """Greedy requests, and those with a seed of their own, whose tokens must not depend on the tree."""
-        params = request.sampling_params
-        return (
-            self.config.rule == "target_match" or params.top_k <= 1 or TARGET_MATCH_KEY in (params.custom_params or {})
-        )
+        rule = _override(request).get("rule") or self.config.rule
+        return rule == "target_match" or request.sampling_params.top_k <= 1
 
     def _forward(self, batch, tree: DraftTree) -> tuple[LogitsProcessorOutput, Tensor]:
         """Runs the target over the trees. Returns its output and the nodes' KV locations [B, N].
@@ -241,3 +239,8 @@ class SpeculativeWorker(BaseSpecWorker):
         B, nodes = tree.tokens.shape
         self.budget.record(B, nodes, sum(seconds))
         self.budget.acceptance.observe(tree.path_scores[:, 1:].tolist(), lengths)
+
+
+def _override(request) -> dict:
+    """The fields of the request's `SpeculationOverride`, {} where it has none."""
+    return (request.sampling_params.custom_params or {}).get(OVERRIDE_KEY, {})

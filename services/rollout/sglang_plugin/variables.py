@@ -10,5 +10,6 @@ THREADS_VARIABLE = "SPECROLL_ENGINE_THREADS"
 SAMPLER_VARIABLE = "SPECROLL_ENGINE_SAMPLER"
 # The speculation section of the engine's configuration as JSON.
 SPECULATION_VARIABLE = "SPECROLL_ENGINE_SPECULATION"
-# In a request's custom parameters: no sampled children, so that its seed alone decides its tokens.
-TARGET_MATCH_KEY = "specroll_target_match"
+# In a request's custom parameters: the fields of its `SpeculationOverride`. A request that brings a seed has the rule
+# "target_match": no sampled children, so that its seed alone decides its tokens.
+OVERRIDE_KEY = "specroll"

@@ -165,7 +165,8 @@ def test_a_forgotten_deadline_is_set(serve):
     address, servicer = serve()
     with grpc_setup.channel(address, security=SECURITY) as channel:
         learner_pb2_grpc.LearnerServiceStub(channel).Register(learner_pb2.RegisterRequest())
-    assert 0 < servicer.remaining <= 30
+    # The two ends read different clocks.
+    assert 25 < servicer.remaining < 35
 
 
 def test_a_taken_port_is_named():
