@@ -109,8 +109,9 @@ class SpeculativeWorker(BaseSpecWorker):
     def _round(self, batch) -> GenerationBatchResult:
         began = time.perf_counter()
         requests, info, lengths = batch.reqs, batch.sampling_info, batch.seq_lens
-        nodes = self._choose_nodes(len(requests))
-        tree, laws = self._propose(batch, nodes)
+        budgets = self._budgets(requests)
+        nodes = max(budgets)
+        tree, laws = self._propose(batch, budgets)
         proposed = time.perf_counter()
 
         logits_output, locations = self._forward(batch, tree)
@@ -138,12 +139,18 @@ class SpeculativeWorker(BaseSpecWorker):
             speculative_output_stride=verified.tokens.shape[1],
         )
 
-    def _choose_nodes(self, requests: int) -> int:
+    def _budgets(self, requests: Sequence) -> list[int]:
+        """Nodes per request."""
         if self.proposer is None:
-            return 1
-        return self.config.nodes or self.budget.choose(requests)
+            return [1] * len(requests)
+        asked = [_override(request).get("nodes") for request in requests]
+        chosen = 1
+        if None in asked:
+            chosen = self.config.nodes or self.budget.choose(len(requests))
+        return [chosen if n is None else min(n, self.config.max_nodes) for n in asked]
 
-    def _propose(self, batch, nodes: int) -> tuple[DraftTree, DepthLaws | None]:
+    def _propose(self, batch, budgets: list[int]) -> tuple[DraftTree, DepthLaws | None]:
+        nodes = max(budgets)
         rows = batch.req_pool_indices.to(torch.int64)
         pending = self.slots.pending[rows]
         if nodes == 1 or self.proposer is None:
@@ -156,7 +163,7 @@ class SpeculativeWorker(BaseSpecWorker):
             pending.tolist(),
             proposal,
             self.scorer,
-            [nodes] * len(batch.reqs),
+            budgets,
             tree_uniforms(batch.sampling_info, batch.seq_lens, nodes),
             matched,
             TreeOptions(max_depth=self.proposer.depth, sampled_children=sampled_children),
