@@ -106,6 +106,8 @@ class SpeculationConfig(Section):
     more at temperatures near 1, "target_match" makes a seed decide the tokens whatever was drafted (requests that
     bring a seed of their own always get it). peak_tokens: tokens per step that the machine is taken to compute
     without slowing down until that is measured; 512 on a large GPU.
+    planted_bias: makes verification wrong on purpose, so that tests of losslessness can be seen to fail: the
+    probability of accepting a draft that was to be rejected. `specroll train` and its services refuse it.
     """
 
     enabled: bool = False
@@ -114,6 +116,7 @@ class SpeculationConfig(Section):
     nodes: int = Field(0, ge=0)
     max_nodes: int = Field(16, ge=1, le=63)
     peak_tokens: int = Field(32, ge=1)
+    planted_bias: float = Field(0.0, ge=0, le=1)
 
     @model_validator(mode="after")
     def _nodes_fit(self) -> SpeculationConfig:
@@ -302,6 +305,14 @@ class Config(Section):
         law = self.sampling
         if self.learner.sfpo.steps and (law.top_k != -1 or law.top_p < 1 or law.min_p > 0):
             raise ValueError("learner.sfpo.steps needs sampling without top_k, top_p and min_p: it watches the entropy")
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_is_planted(self) -> Config:
+        if self.rollout.engine.speculation.planted_bias:
+            raise ValueError(
+                "rollout.engine.speculation.planted_bias must be 0: it makes sampling wrong on purpose, to see tests fail"
+            )
         return self
 
     @model_validator(mode="after")

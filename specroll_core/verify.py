@@ -72,13 +72,21 @@ class Verified:
 
 
 def verify(
-    tree: DraftTree, logits: Tensor | NodeLogits, params: LawParams, uniforms: Tensor, laws: DepthLaws | None = None
+    tree: DraftTree,
+    logits: Tensor | NodeLogits,
+    params: LawParams,
+    uniforms: Tensor,
+    laws: DepthLaws | None = None,
+    *,
+    planted_bias: float = 0.0,
 ) -> Verified:
     """Walks B trees at once, evaluating the final law at visited nodes only.
 
     logits: [B, N, V] or a function that gathers rows. uniforms: [B, >= depth + 1, 2] float64 in [0, 1), for the coin
     and for the draw at each level, independent of those the tree was built with. laws: those that sampled
     children were drawn from, needed where the tree has any.
+    planted_bias: makes the walk wrong on purpose, to test tests: with this probability a sampled request's walk
+    that would end at a node with children accepts the last of them. 0 outside of tests.
 
     On a CPU finished requests leave the batch after each level; on a GPU all rows walk to the deepest level
     and nothing waits for the device.
@@ -123,6 +131,10 @@ def verify(
             y = _draw(p, params, draw)
 
         hit = children & (child_tokens == y[:, None])
+        if planted_bias:
+            y, hit = _accept_wrongly(
+                y, hit, children, child_tokens, (params.temperature[request] > 0), draw, planted_bias
+            )
         tokens[request, level] = torch.where(alive, y, tokens[request, level])
         nodes[request, level] = torch.where(alive, node, nodes[request, level])
         chosen = log_p.gather(1, y[:, None]).squeeze(1)
@@ -202,6 +214,18 @@ def slot_law(tree: DraftTree, children: Tensor, slots: Tensor, q: Tensor, token:
     in_s = (children & ~slots & (tree.tokens == token[:, None])).any(-1)
     value = q.gather(1, token[:, None]).squeeze(1).double() / mass.clamp_min(_MIN_MASS)
     return torch.where((mass > _MIN_MASS) & ~in_s, value, 0.0)
+
+
+def _accept_wrongly(
+    y: Tensor, hit: Tensor, children: Tensor, tokens: Tensor, may: Tensor, draw: Tensor, probability: float
+) -> tuple[Tensor, Tensor]:
+    """A fault to find: of rows that hit no child, some take their last child all the same."""
+    # Far digits of the draw: as good as a number of its own, and no other draw changes because of the fault.
+    unlucky = (draw * 2.0**24).frac() < probability
+    wrong = may & children.any(-1) & ~hit.any(-1) & unlucky
+    last = torch.where(children, torch.arange(children.shape[1], device=y.device), -1).argmax(-1, keepdim=True)
+    y = torch.where(wrong, tokens.gather(1, last).squeeze(1), y)
+    return y, hit | (wrong[:, None] & children & (torch.arange(children.shape[1], device=y.device) == last))
 
 
 def _subtract(p: Tensor, q: Tensor, laws: DepthLaws) -> Tensor:

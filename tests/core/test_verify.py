@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from specroll_core.goodness_of_fit import chi_square_p, holm_rejects
 from specroll_core.growth import TreeOptions
 from specroll_core.law import final_logprobs
 from specroll_core.proposal import PathCandidate
 from specroll_core.scorer import CountTableScorer, Score
 from specroll_core.tree import DraftTree, plain_tree
 from specroll_core.verify import credit, verify
-from tests.core.toy import Setting, ToyLanguage, chi_square_p, decode, grow, holm_rejects, one_law
+from tests.core.toy import Setting, ToyLanguage, decode, grow, one_law
 
 DRAWS = 100_000
 FAMILY = 0.001

@@ -158,32 +158,3 @@ def redraw(tree: DraftTree, laws: DepthLaws, g: torch.Generator) -> DraftTree:
     masses = tree.slot_mass.clone()
     masses[row, slot] = mass
     return dataclasses.replace(tree, tokens=out, slot_mass=masses)
-
-
-def chi_square_p(counts: Tensor, law: Tensor) -> float:
-    """p-value of Pearson's test; sequences expected fewer than five times are counted as one cell.
-
-    A sequence outside the support that occurs at all gives 0.
-    """
-    if bool(((law == 0) & (counts > 0)).any()):
-        return 0.0
-    expected = law * counts.sum()
-    rare = expected < 5
-    observed = torch.cat([counts[~rare].double(), counts[rare].sum().double()[None]])
-    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    observed, expected = observed[expected > 1e-9], expected[expected > 1e-9]
-    if expected.numel() < 2:
-        return 1.0
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor((expected.numel() - 1) / 2, dtype=torch.float64), statistic / 2))
-
-
-def holm_rejects(p_values: list[float], family: float) -> list[int]:
-    """Indices that Holm's procedure rejects at the family-wise level."""
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
-    rejected: list[int] = []
-    for rank, i in enumerate(order):
-        if p_values[i] > family / (len(p_values) - rank):
-            break
-        rejected.append(i)
-    return rejected

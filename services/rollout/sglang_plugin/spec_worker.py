@@ -118,7 +118,8 @@ class SpeculativeWorker(BaseSpecWorker):
         forwarded = time.perf_counter()
 
         law = NodeLaw(logits_output.next_token_logits, tree, requests, info.logit_bias)
-        verified = verify(tree, law, law_params(info), walk_uniforms(info, lengths, tree.depth + 1), laws)
+        uniforms = walk_uniforms(info, lengths, tree.depth + 1)
+        verified = verify(tree, law, law_params(info), uniforms, laws, planted_bias=self.config.planted_bias)
         kept = self._keep(requests, tree, verified)
         self._compact(locations, verified, kept)
         self._store(batch, verified, logits_output.hidden_states)

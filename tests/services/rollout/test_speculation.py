@@ -15,11 +15,11 @@ from services.rollout.engine import RolloutEngine
 from services.rollout.heads_file import load_heads, save_heads
 from services.rollout.sglang_plugin.spec_report import count
 from specroll_core.contracts import FinishReason, SamplingParams, SpecCounters
+from specroll_core.goodness_of_fit import chi_square_p
 from specroll_core.heads import FutureTokenHeads, HeadsSpec
 from specroll_core.law import LawParams, final_logprobs
 from specroll_core.law import sample as draw
 from specroll_core.randomness import Stream, uniforms
-from tests.core.toy import chi_square_p
 from tests.services.rollout.test_engine import (
     PROMPTS,
     forced_logits,
