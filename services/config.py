@@ -311,7 +311,7 @@ class Config(Section):
     def _nothing_is_planted(self) -> Config:
         if self.rollout.engine.speculation.planted_bias:
             raise ValueError(
-                "rollout.engine.speculation.planted_bias must be 0: it makes sampling wrong on purpose, to see tests fail"
+                "rollout.engine.speculation.planted_bias must be 0: it makes sampling wrong on purpose, for tests"
             )
         return self
 

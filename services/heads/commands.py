@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from services.config import Config
 from services.config_loader import load_config
@@ -33,6 +31,7 @@ from services.heads.train import TrainedHeads, train
 from services.learner.prompts import load_prompts
 from services.machine import cores, quiet_libraries
 from services.models import fetch_model
+from services.progress import progress_bar
 from specroll_core.head_training import HeadRows, HeadTrainConfig
 from specroll_core.heads import FutureTokenHeads
 
@@ -76,7 +75,7 @@ def train_command(config_path: Path, overrides: Sequence[str], out: Path, option
         raise ValueError(f"--tokens {options.tokens} gives a single prompt; none could be held out, so ask for more.")
 
     started = time.monotonic()
-    with _bar("training", None) as step:
+    with progress_bar("training", None) as step:
         made = train(
             kept,
             held_out,
@@ -155,11 +154,11 @@ def _rows(config: Config, target: TargetModel, options: TrainOptions) -> tuple[H
     if options.texts is not None:
         longest = config.rollout.engine.context_length
         texts = read_texts(options.texts, target, longest=longest, tokens=options.tokens, seed=config.run.seed)
-        with _bar("reading", options.tokens) as step:
+        with progress_bar("reading", options.tokens) as step:
             return text_rows(target, texts, progress=step), options.texts.name
     prompts = load_prompts(config.data, target.tokenizer, config.run.seed)
     ids = [prompts.train[i].ids for i in prompts.order(0)]
-    with _bar("sampling", options.tokens) as step:
+    with progress_bar("sampling", options.tokens) as step:
         rows = sample_rows(
             target, ids, config.sampling.to_params(), tokens=options.tokens, seed=config.run.seed, progress=step
         )
@@ -180,7 +179,7 @@ def _held_out_rollouts(
             found[temperature] = at_own_temperature
             continue
         law = replace(config.sampling.to_params(), temperature=temperature)
-        with _bar(f"sampling at {temperature:g}", tokens) as step:
+        with progress_bar(f"sampling at {temperature:g}", tokens) as step:
             found[temperature] = sample_rows(target, ids, law, tokens=tokens, seed=config.run.seed, progress=step)
     return found
 
@@ -190,7 +189,7 @@ def _measure(
 ) -> list[Acceptance]:
     filters = {name: getattr(config.sampling, name) for name in ("top_k", "top_p", "min_p")}
     total, measured = len(rollouts) * len(RULES) * len(NODES), []
-    with _bar("measuring", total) as step:
+    with progress_bar("measuring", total) as step:
         for one in acceptances(heads, rollouts, target.lm_head, target.embedding, law=filters):
             measured.append(one)
             step(len(measured))
@@ -211,16 +210,3 @@ def _say_losses(made: TrainedHeads, seconds: float) -> None:
         f"KL on {report.heldout_rows:,} held-out tokens, head by head: {words(report.heldout_before)} nats before, "
         f"{words(report.heldout_after)} after"
     )
-
-
-@contextmanager
-def _bar(name: str, total: int | None) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr; call what it gives with how much is done, and the total where it was not known."""
-    columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(name, total=total)
-
-        def step(done: int, whole: int | None = total) -> None:
-            progress.update(task, completed=done, total=whole)
-
-        yield step
