@@ -97,7 +97,7 @@ class LearnerStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LearnerStatus(_message.Message):
-    __slots__ = ("run_id", "step", "policy_version", "leases_outstanding", "granted_total", "workers", "finished")
+    __slots__ = ("run_id", "step", "policy_version", "leases_outstanding", "granted_total", "workers", "finished", "policy")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,7 @@ class LearnerStatus(_message.Message):
     GRANTED_TOTAL_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
     policy_version: int
@@ -112,4 +113,5 @@ class LearnerStatus(_message.Message):
     granted_total: int
     workers: _containers.RepeatedScalarFieldContainer[str]
     finished: bool
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., leases_outstanding: _Optional[int] = ..., granted_total: _Optional[int] = ..., workers: _Optional[_Iterable[str]] = ..., finished: _Optional[bool] = ...) -> None: ...
+    policy: _artifact_pb2.ArtifactRef
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., policy_version: _Optional[int] = ..., leases_outstanding: _Optional[int] = ..., granted_total: _Optional[int] = ..., workers: _Optional[_Iterable[str]] = ..., finished: _Optional[bool] = ..., policy: _Optional[_Union[_artifact_pb2.ArtifactRef, _Mapping]] = ...) -> None: ...

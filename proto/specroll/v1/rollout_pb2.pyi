@@ -14,9 +14,18 @@ class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PAUSE_MODE_UNSPECIFIED: _ClassVar[PauseMode]
     PAUSE_MODE_RETRACT: _ClassVar[PauseMode]
     PAUSE_MODE_IN_PLACE: _ClassVar[PauseMode]
+
+class SwapPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SWAP_PHASE_UNSPECIFIED: _ClassVar[SwapPhase]
+    SWAP_PHASE_PREPARE: _ClassVar[SwapPhase]
+    SWAP_PHASE_COMMIT: _ClassVar[SwapPhase]
 PAUSE_MODE_UNSPECIFIED: PauseMode
 PAUSE_MODE_RETRACT: PauseMode
 PAUSE_MODE_IN_PLACE: PauseMode
+SWAP_PHASE_UNSPECIFIED: SwapPhase
+SWAP_PHASE_PREPARE: SwapPhase
+SWAP_PHASE_COMMIT: SwapPhase
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "prompt_ids", "sampling")
@@ -68,12 +77,52 @@ class UpdatePolicyResponse(_message.Message):
     in_flight: int
     def __init__(self, policy_version: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., in_flight: _Optional[int] = ...) -> None: ...
 
-class RolloutStatusRequest(_message.Message):
+class SwapHeadsRequest(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: SwapHeadsHeader
+    chunk: _artifact_pb2.ArtifactChunk
+    def __init__(self, header: _Optional[_Union[SwapHeadsHeader, _Mapping]] = ..., chunk: _Optional[_Union[_artifact_pb2.ArtifactChunk, _Mapping]] = ...) -> None: ...
+
+class SwapHeadsHeader(_message.Message):
+    __slots__ = ("heads", "phase")
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    heads: _artifact_pb2.ArtifactRef
+    phase: SwapPhase
+    def __init__(self, heads: _Optional[_Union[_artifact_pb2.ArtifactRef, _Mapping]] = ..., phase: _Optional[_Union[SwapPhase, str]] = ...) -> None: ...
+
+class SwapHeadsResponse(_message.Message):
+    __slots__ = ("heads_version", "heads_checksum", "commit_seconds")
+    HEADS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    HEADS_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    heads_version: int
+    heads_checksum: str
+    commit_seconds: float
+    def __init__(self, heads_version: _Optional[int] = ..., heads_checksum: _Optional[str] = ..., commit_seconds: _Optional[float] = ...) -> None: ...
+
+class DisturbHeadsRequest(_message.Message):
+    __slots__ = ("deviation", "seed")
+    DEVIATION_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    deviation: float
+    seed: int
+    def __init__(self, deviation: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class DisturbHeadsResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class RolloutStatusRequest(_message.Message):
+    __slots__ = ("checksums",)
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    checksums: bool
+    def __init__(self, checksums: _Optional[bool] = ...) -> None: ...
+
 class RolloutStatus(_message.Message):
-    __slots__ = ("worker_id", "policy_version", "heads_version", "running", "groups_in_flight", "tokens_total", "ready")
+    __slots__ = ("worker_id", "policy_version", "heads_version", "running", "groups_in_flight", "tokens_total", "ready", "heads_checksum", "heads_digest", "policy_checksum")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     HEADS_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +130,9 @@ class RolloutStatus(_message.Message):
     GROUPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
+    HEADS_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    HEADS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    POLICY_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     policy_version: int
     heads_version: int
@@ -88,4 +140,7 @@ class RolloutStatus(_message.Message):
     groups_in_flight: int
     tokens_total: float
     ready: bool
-    def __init__(self, worker_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., heads_version: _Optional[int] = ..., running: _Optional[int] = ..., groups_in_flight: _Optional[int] = ..., tokens_total: _Optional[float] = ..., ready: _Optional[bool] = ...) -> None: ...
+    heads_checksum: str
+    heads_digest: str
+    policy_checksum: str
+    def __init__(self, worker_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., heads_version: _Optional[int] = ..., running: _Optional[int] = ..., groups_in_flight: _Optional[int] = ..., tokens_total: _Optional[float] = ..., ready: _Optional[bool] = ..., heads_checksum: _Optional[str] = ..., heads_digest: _Optional[str] = ..., policy_checksum: _Optional[str] = ...) -> None: ...

@@ -50,6 +50,16 @@ class RolloutServiceStub:
                 request_serializer=specroll_dot_v1_dot_rollout__pb2.UpdatePolicyRequest.SerializeToString,
                 response_deserializer=specroll_dot_v1_dot_rollout__pb2.UpdatePolicyResponse.FromString,
                 _registered_method=True)
+        self.SwapHeads = channel.stream_unary(
+                '/specroll.v1.RolloutService/SwapHeads',
+                request_serializer=specroll_dot_v1_dot_rollout__pb2.SwapHeadsRequest.SerializeToString,
+                response_deserializer=specroll_dot_v1_dot_rollout__pb2.SwapHeadsResponse.FromString,
+                _registered_method=True)
+        self.DisturbHeads = channel.unary_unary(
+                '/specroll.v1.RolloutService/DisturbHeads',
+                request_serializer=specroll_dot_v1_dot_rollout__pb2.DisturbHeadsRequest.SerializeToString,
+                response_deserializer=specroll_dot_v1_dot_rollout__pb2.DisturbHeadsResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/specroll.v1.RolloutService/GetStatus',
                 request_serializer=specroll_dot_v1_dot_rollout__pb2.RolloutStatusRequest.SerializeToString,
@@ -81,6 +91,22 @@ class RolloutServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SwapHeads(self, request_iterator, context):
+        """Replaces the future-token heads in two phases, each a call of its own or both in one. First message: the header;
+        chunks follow a phase that prepares, where the header carries no readable path. DATA_LOSS: the artifact is refused
+        and the old heads go on serving. FAILED_PRECONDITION: the path cannot be read here, or nothing is prepared.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DisturbHeads(self, request, context):
+        """Adds noise to the heads that serve, for tests of the watcher; PERMISSION_DENIED unless rollout.chaos is set.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -104,6 +130,16 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.UpdatePolicy,
                     request_deserializer=specroll_dot_v1_dot_rollout__pb2.UpdatePolicyRequest.FromString,
                     response_serializer=specroll_dot_v1_dot_rollout__pb2.UpdatePolicyResponse.SerializeToString,
+            ),
+            'SwapHeads': grpc.stream_unary_rpc_method_handler(
+                    servicer.SwapHeads,
+                    request_deserializer=specroll_dot_v1_dot_rollout__pb2.SwapHeadsRequest.FromString,
+                    response_serializer=specroll_dot_v1_dot_rollout__pb2.SwapHeadsResponse.SerializeToString,
+            ),
+            'DisturbHeads': grpc.unary_unary_rpc_method_handler(
+                    servicer.DisturbHeads,
+                    request_deserializer=specroll_dot_v1_dot_rollout__pb2.DisturbHeadsRequest.FromString,
+                    response_serializer=specroll_dot_v1_dot_rollout__pb2.DisturbHeadsResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -192,6 +228,60 @@ class RolloutService:
             '/specroll.v1.RolloutService/UpdatePolicy',
             specroll_dot_v1_dot_rollout__pb2.UpdatePolicyRequest.SerializeToString,
             specroll_dot_v1_dot_rollout__pb2.UpdatePolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwapHeads(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/specroll.v1.RolloutService/SwapHeads',
+            specroll_dot_v1_dot_rollout__pb2.SwapHeadsRequest.SerializeToString,
+            specroll_dot_v1_dot_rollout__pb2.SwapHeadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DisturbHeads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specroll.v1.RolloutService/DisturbHeads',
+            specroll_dot_v1_dot_rollout__pb2.DisturbHeadsRequest.SerializeToString,
+            specroll_dot_v1_dot_rollout__pb2.DisturbHeadsResponse.FromString,
             options,
             channel_credentials,
             insecure,
