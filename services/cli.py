@@ -189,6 +189,50 @@ def heads_show(heads_dir: HeadsDir) -> None:
     raise typer.Exit(_checked(run))
 
 
+@app.command()
+def lossless(
+    heads: Annotated[Path, typer.Option("--heads", metavar="DIR", help="Heads to speculate with.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help='"bundled", a directory, or a hub id.')] = "bundled",
+    nodes: Annotated[int, typer.Option("--nodes", help="Tokens verified per step, the pending one included.")] = 4,
+    rollout_tokens: Annotated[
+        int, typer.Option("--rollout-tokens", help="Tokens sampled for each law and way of decoding.")
+    ] = 1500,
+    draws: Annotated[int, typer.Option("--draws", help="Draws after each fixed prefix and way of decoding.")] = 300,
+    greedy_prompts: Annotated[int, typer.Option("--greedy-prompts", help="Prompts compared at temperature 0.")] = 24,
+    greedy_tokens: Annotated[int, typer.Option("--greedy-tokens", help="Tokens of each of them.")] = 64,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float32, or bfloat16 to compare log-probabilities alone.")
+    ] = "float32",
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="Takes the prompts from its section data.")
+    ] = None,
+    json_: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Writes the verdict there too.")] = None,
+    threads: Threads = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of all draws.")] = 0,
+    planted_bias: Annotated[float, typer.Option("--planted-bias", hidden=True)] = 0.0,
+) -> None:
+    """Proves on the served engine that speculation does not change what is sampled; exit code 1 where it does."""
+
+    def run() -> int:
+        from services.lossless.commands import lossless_command
+        from services.lossless.options import LosslessOptions, data_of
+
+        options = LosslessOptions(
+            nodes=nodes,
+            threads=threads,
+            seed=seed,
+            dtype=dtype,
+            rollout_tokens=rollout_tokens,
+            draws=draws,
+            greedy_prompts=greedy_prompts,
+            greedy_tokens=greedy_tokens,
+            planted_bias=planted_bias,
+        )
+        return lossless_command(model, heads, options, data_of(config), json_)
+
+    raise typer.Exit(_checked(run))
+
+
 def _checked(run: Callable[[], int]) -> int:
     """The command's exit code; a user's mistake becomes one sentence per problem on stderr and exit code 2."""
     try:
