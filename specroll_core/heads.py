@@ -58,7 +58,11 @@ class FutureTokenHeads(nn.Module):
 
     down: [K, R, 2H]; bias: [K, R]; up: [K, H, R]. A layer norm's own scale and shift would be absorbed by
     `down` and `bias`, so the norms have none. Masters are float32; a serving copy may be bfloat16.
+    vocabulary: [M] int64, the tokens of the model's rollouts by falling frequency, over which proposals may be ranked;
+    None where it is not known. It is no weight: `state_dict` leaves it out.
     """
+
+    vocabulary: Tensor | None
 
     def __init__(self, spec: HeadsSpec, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -67,6 +71,7 @@ class FutureTokenHeads(nn.Module):
         self.down = nn.Parameter(torch.empty(K, R, 2 * H, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.zeros(K, R, dtype=dtype, device=device))
         self.up = nn.Parameter(torch.zeros(K, H, R, dtype=dtype, device=device))
+        self.register_buffer("vocabulary", None, persistent=False)
         nn.init.normal_(self.down, std=1 / math.sqrt(2 * H))
 
     def forward(self, h: Tensor, e: Tensor) -> Tensor:
@@ -104,6 +109,15 @@ def check_state(spec: HeadsSpec, state: Mapping[str, Tensor]) -> None:
             raise ValueError(f"The heads' tensor {name} is {state[name].dtype}, but a floating type is needed.")
         if not bool(torch.isfinite(state[name]).all()):
             raise ValueError(f"The heads' tensor {name} holds values that are not finite.")
+
+
+def check_vocabulary(spec: HeadsSpec, ids: Tensor) -> None:
+    """Raises ValueError unless `ids` is [M] int64 with M of at least 1, unique and inside the vocabulary."""
+    if ids.dtype != torch.int64 or ids.dim() != 1 or ids.numel() == 0:
+        raise ValueError(f"The heads' vocabulary is {ids.dtype} {list(ids.shape)}, but a row of int64 is needed.")
+    ordered = ids.sort().values
+    if int(ordered[0]) < 0 or int(ordered[-1]) >= spec.vocab or bool((ordered[1:] == ordered[:-1]).any()):
+        raise ValueError(f"The heads' vocabulary must hold distinct token ids below {spec.vocab}.")
 
 
 class ProposalVocabulary:

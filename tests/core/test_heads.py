@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specroll_core.heads import FutureTokenHeads, HeadsSpec, ProposalVocabulary, check_state
+from specroll_core.heads import FutureTokenHeads, HeadsSpec, ProposalVocabulary, check_state, check_vocabulary
 
 SPEC = HeadsSpec(heads=3, hidden=16, rank=8, vocab=50)
 
@@ -83,3 +83,21 @@ def test_a_restricted_vocabulary_is_a_view_of_the_whole() -> None:
     for bad in ([3, 3], [7, 3], [0, 50], []):
         with pytest.raises(ValueError, match="ids"):
             ProposalVocabulary(lm_head, torch.tensor(bad, dtype=torch.int64))
+
+
+def test_a_vocabulary_is_no_weight() -> None:
+    heads = random_heads()
+    heads.vocabulary = torch.tensor([7, 3])
+    assert "vocabulary" not in heads.state_dict()
+    assert heads.to(torch.bfloat16).vocabulary.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [torch.tensor([1.0]), torch.tensor([[1]]), torch.tensor([], dtype=torch.int64), torch.tensor([3, 1, 3]),
+     torch.tensor([-1]), torch.tensor([50]), torch.tensor([1], dtype=torch.int32)],
+)  # fmt: skip
+def test_a_vocabulary_that_cannot_be_one_is_refused(ids: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="vocabulary"):
+        check_vocabulary(SPEC, ids)
+    check_vocabulary(SPEC, torch.tensor([49, 0]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from services.heads.artifact import (
     write_heads,
 )
 from services.heads.fingerprint import ModelFingerprint, lm_head_hash
-from services.rollout.heads_file import HEADS_FILE, load_heads
+from services.rollout.heads_file import HEADS_FILE, load_heads, read_checked
 from specroll_core.heads import FutureTokenHeads, HeadsSpec
 from tests.tiny import make_tiny_model
 
@@ -77,6 +77,21 @@ def test_heads_come_back_as_they_were(written, model):
     # Serving takes the directory, and the file in it.
     for path in (written, written / HEADS_FILE):
         assert torch.equal(load_heads(path).up, expected["up"])
+
+
+def test_the_vocabulary_comes_along_in_its_order(model, tmp_path):
+    heads = some_heads(model)
+    heads.vocabulary = torch.tensor([9, 2, 300])
+    write_heads(tmp_path / "heads", heads, HeadsManifest(model, TRAINED_ON))
+    file = tmp_path / "heads" / HEADS_FILE
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    for again in (load_artifact(tmp_path / "heads", model).heads, load_heads(file), read_checked(file, digest)):
+        assert again.vocabulary.tolist() == [9, 2, 300]
+        assert torch.equal(again.up, heads.up)
+    state = load_file(file) | {"vocabulary": torch.tensor([9, 9])}
+    save_file(state, tmp_path / "bad", metadata={"specroll_heads": json.dumps(asdict(heads.spec))})
+    with pytest.raises(ValueError, match="distinct token ids below 320"):
+        load_heads(tmp_path / "bad")
 
 
 def test_a_store_gives_its_latest_version(model, tmp_path):
