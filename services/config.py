@@ -105,7 +105,8 @@ class SpeculationConfig(Section):
     pending one included; 0 lets measured times and acceptance decide, up to max_nodes. rule: "sampled_child" accepts
     more at temperatures near 1, "target_match" makes a seed decide the tokens whatever was drafted (requests that
     bring a seed of their own always get it). peak_tokens: tokens per step that the machine is taken to compute
-    without slowing down until that is measured; 512 on a large GPU.
+    without slowing down until that is measured; 512 on a large GPU. vocabulary: tokens that heads may propose, those
+    that rollouts use most, so that ranking them is cheap; 0 for all.
     planted_bias: makes verification wrong on purpose, so that tests of losslessness can be seen to fail: the
     probability of accepting a draft that was to be rejected. `specroll train` and its services refuse it.
     """
@@ -116,6 +117,7 @@ class SpeculationConfig(Section):
     nodes: int = Field(0, ge=0)
     max_nodes: int = Field(16, ge=1, le=63)
     peak_tokens: int = Field(32, ge=1)
+    vocabulary: int = Field(4096, ge=0)
     planted_bias: float = Field(0.0, ge=0, le=1)
 
     @model_validator(mode="after")
@@ -154,6 +156,7 @@ class RolloutConfig(Section):
 
     learner: the learner's host:port, set by the launcher on one machine. advertise: the host name under which
     the learner reaches this worker, where it is not `host`. cache: policy files received over the wire.
+    chaos: allows calls that do harm on purpose, for tests.
     """
 
     learner: str = "127.0.0.1:50051"
@@ -166,7 +169,50 @@ class RolloutConfig(Section):
     learner_timeout_seconds: float = Field(60.0, gt=0)
     pause_mode: Literal["retract", "in_place"] = "retract"
     metrics_port: Port = 0
+    chaos: bool = False
     engine: EngineConfig = Field(default_factory=EngineConfig)
+
+
+class HeadsConfig(Section):
+    """Future-token heads of a run. init: "none", so that the watcher trains the first version, or what
+    `specroll heads train` made. heads, rank: the shape of heads that begin from nothing."""
+
+    init: str = "none"
+    heads: int = Field(3, ge=1, le=4)
+    rank: int = Field(256, ge=1)
+
+
+class WatcherConfig(Section):
+    """The watcher, which keeps the heads good. It runs where speculation is on and `enabled` is set.
+
+    learner: host:port that policy files come from where run.dir is not shared. row_fraction: of the requests whose
+    positions become training rows; max_row_bytes: of rows held in Redis. check_records, patience, cooldown_seconds:
+    of `specroll_core/drift.py`. min_rows: rows that training begins with; max_rows: the newest that it takes.
+    train_seconds: after which training ends where it stands. gate_rows: held-out rows that decide. threads, nice: of
+    the trainer's process. keep_versions: heads kept on disk beside the serving ones and those before them.
+    """
+
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: Port = 0
+    advertise: str | None = None
+    metrics_port: Port = 0
+    learner: str = ""
+    row_fraction: float = Field(0.25, gt=0, le=1)
+    max_row_bytes: int = Field(64 * 2**20, ge=2**20)
+    check_records: int = Field(512, ge=32)
+    patience: int = Field(2, ge=1)
+    cooldown_seconds: float = Field(60.0, ge=0)
+    min_rows: int = Field(4000, ge=64)
+    max_rows: int = Field(14_000, ge=64)
+    epochs: int = Field(3, ge=1)
+    train_seconds: float = Field(240.0, gt=0)
+    holdout: float = Field(0.15, gt=0, lt=0.5)
+    gate_rows: int = Field(2000, ge=64)
+    gate_nodes: int = Field(8, ge=1)
+    threads: int = Field(1, ge=1)
+    nice: int = Field(15, ge=0, le=19)
+    keep_versions: int = Field(5, ge=2)
 
 
 class LossConfig(Section):
@@ -286,6 +332,8 @@ class Config(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
+    heads: HeadsConfig = Field(default_factory=HeadsConfig)
+    watcher: WatcherConfig = Field(default_factory=WatcherConfig)
     redis: RedisConfig = Field(default_factory=RedisConfig)
     security: SecurityConfig = Field(default_factory=SecurityConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)

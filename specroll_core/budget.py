@@ -1,12 +1,12 @@
 """How many nodes to verify per request, and when none: the most tokens per second that the step can give.
 
-With B requests and N nodes each (root included), a step emits about B A(N) tokens and takes t(B N) seconds. A comes
+With B requests and N nodes each (root included), a step emits about B A(N) tokens and takes t(B, N) seconds. A comes
 from the scorer's calibrated path probabilities, corrected by what was observed; t from `cost.py`. The best N is
 taken of `BUDGETS`; N = 1 is plain decoding. Speculation starts for a predicted gain of at least 5 % (EfficientRollout,
 arXiv 2606.18967), stops below 0, and another N must be better by 2 %.
 
 Exploration (an epsilon-greedy bandit as in TLT, 2511.16665) keeps predictions honest, but only neighbours of the
-chosen N are tried, and only while all exploring has cost less than 1 % of the time so far.
+chosen N and plain decoding are tried, and only while all exploring has cost less than 1 % of the time so far.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from specroll_core.cost import StepTimeModel
+from specroll_core.cost import RoundTimes
 
 BUDGETS = (1, 2, 4, 6, 8, 12, 16, 24)
 
@@ -22,6 +22,9 @@ _START_GAIN = 1.05
 _STOP_GAIN = 1.0
 _SWITCH_GAIN = 1.02
 _EXPLORE_SHARE = 0.01
+
+# Plain rounds of about the same batch size before anything is compared with them: one may have been interrupted.
+_PLAIN_ROUNDS = 4
 
 # Weight of one step in the running means: about the last hundred steps.
 _SMOOTHING = 0.02
@@ -96,7 +99,7 @@ class BudgetPolicy:
         if not 0 <= epsilon <= 1:
             raise ValueError("epsilon must lie between 0 and 1.")
         self.budgets = tuple(budgets)
-        self.times = StepTimeModel()
+        self.times = RoundTimes()
         self.acceptance = AcceptanceModel(max(2, self.budgets[-1]))
         self._peak = peak_tokens
         self._epsilon = epsilon
@@ -116,7 +119,7 @@ class BudgetPolicy:
 
     def record(self, batch: int, nodes: int, seconds: float) -> None:
         """The measured time of the step that was chosen last."""
-        self.times.record(batch * nodes, seconds)
+        self.times.record(batch, nodes, seconds)
         self._elapsed += seconds
         if self._exploring is not None:
             self._spent += max(0.0, seconds - self._exploring)
@@ -124,13 +127,13 @@ class BudgetPolicy:
 
     def gain(self, batch: int, nodes: int) -> float:
         """Predicted tokens per second relative to plain decoding."""
-        return self.acceptance.expected(nodes) * self.times.predict(batch) / self.times.predict(batch * nodes)
+        return self.acceptance.expected(nodes) * self.times.predict(batch, 1) / self.times.predict(batch, nodes)
 
     def _best(self, batch: int, current: int | None) -> int:
-        if not (self.times.known and self.acceptance.known):
+        if self.times.measurements(batch, 1) < _PLAIN_ROUNDS:
+            return 1  # every gain is relative to plain decoding here
+        if not self.acceptance.known:
             return prior_budget(batch, self._peak, self.budgets)
-        if not self.times.measured(batch):
-            return 1  # every gain is relative to plain decoding here, and one step tells what that costs
         gains = {n: self.gain(batch, n) for n in self.budgets}
         best = max(self.budgets, key=lambda n: (gains[n], -n))
         if current is None or current == 1:
@@ -144,10 +147,12 @@ class BudgetPolicy:
             return best
         at = self.budgets.index(best)
         neighbours = [self.budgets[i] for i in (at - 1, at + 1) if 0 <= i < len(self.budgets)]
+        if best != 1 and 1 not in neighbours:
+            neighbours.append(1)
         if not neighbours:
             return best
         tried = self._random.choice(neighbours)
         # What the same tokens would have cost with the best budget.
         rate = self.acceptance.expected(tried) / self.acceptance.expected(best)
-        self._exploring = self.times.predict(batch * best) * rate
+        self._exploring = self.times.predict(batch, best) * rate
         return tried

@@ -36,7 +36,8 @@ class Completion:
 
     token_ids: every token that was sampled, a stop token and the tokens of a stop string included.
     logprobs: of the final law (temperature, penalties, bias, top-k, top-p, min-p), one per token; 0 at temperature 0.
-    policy_version_spans: cover [0, len(token_ids)). cached_tokens: prompt tokens whose keys and values were reused.
+    policy_version_spans: cover [0, len(token_ids)), as do head_version_spans where speculation is on (version 0 is none).
+    rounds: (tokens emitted before, nodes drafted, nodes accepted) of each verification. cached_tokens: prompt tokens whose keys and values were reused.
     """
 
     token_ids: tuple[int, ...]
@@ -44,6 +45,8 @@ class Completion:
     finish_reason: FinishReason
     policy_version_spans: tuple[VersionSpan, ...]
     cached_tokens: int
+    head_version_spans: tuple[VersionSpan, ...] = ()
+    rounds: tuple[tuple[int, int, int], ...] = ()
     spec: SpecCounters = field(default_factory=SpecCounters)
 
 
@@ -68,18 +71,32 @@ class UpdateReport:
 class SpeculationStats:
     """Sums over all verification rounds since the engine started.
 
-    requests: of all rounds; emitted / requests is the acceptance length, what ends cut off included. drafted: nodes
+    plain_rounds: in which nothing was drafted. requests: of all rounds; emitted / requests is the acceptance length, what ends cut off included. drafted: nodes
     beside the roots. Seconds of the scheduler's process: heads and trees, the target's forward, the walk and what
     follows it.
     """
 
     rounds: int = 0
+    plain_rounds: int = 0
     requests: int = 0
     drafted: int = 0
     emitted: int = 0
     propose_seconds: float = 0.0
     forward_seconds: float = 0.0
     verify_seconds: float = 0.0
+
+    def add(
+        self, requests: int, nodes: int, drafted: int, emitted: int, propose: float, forward: float, verify: float
+    ) -> None:
+        """One round of `nodes` nodes per request."""
+        self.rounds += 1
+        self.plain_rounds += nodes == 1
+        self.requests += requests
+        self.drafted += drafted
+        self.emitted += emitted
+        self.propose_seconds += propose
+        self.forward_seconds += forward
+        self.verify_seconds += verify
 
 
 @dataclass(frozen=True, slots=True)

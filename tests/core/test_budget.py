@@ -59,8 +59,12 @@ def test_acceptance_curve_is_the_sum_of_the_best_path_scores() -> None:
 
 
 def policy_with(times: dict[int, float], scores: list[float], accepted: float, epsilon: float = 0.0) -> BudgetPolicy:
+    """times: of a round by its tokens, whatever requests and nodes they belong to."""
     policy = BudgetPolicy(epsilon=epsilon)
-    policy.times.seed(times)
+    for tokens, seconds in times.items():
+        for nodes in (n for n in BUDGETS if tokens % n == 0):
+            for _ in range(4):
+                policy.times.record(tokens // nodes, nodes, seconds)
     rounds = 100
     for i in range(rounds):
         policy.acceptance.observe([scores], [1 + int((i + 1) * accepted) - int(i * accepted)])
@@ -84,7 +88,7 @@ def test_speculation_needs_a_gain_and_leaves_with_hysteresis() -> None:
     policy._current[1] = 2
     assert policy.choose(1) == 2  # but enough to stay
     for _ in range(300):
-        policy.times.record(2, 1.5)
+        policy.times.record(1, 2, 1.5)
     assert policy.choose(1) == 1
 
 

@@ -34,7 +34,7 @@ def register() -> None:
         return
     after, replace = HookType.AFTER, HookType.REPLACE
     HookRegistry.register(f"{_SCHEDULER}.configure_scheduler_process", _pin_scheduler, after)
-    HookRegistry.register(f"{_BATCH}.Req.__init__", _stamp_policy_version, after)
+    HookRegistry.register(f"{_BATCH}.Req.__init__", _on_request, after)
     HookRegistry.register(f"{_BATCH}.Req.reset_for_retract", _stamp_policy_version, after)
     HookRegistry.register(f"{_SCHEDULER}.Scheduler.record_weight_version_change", _restamp_waiting, after)
     if os.environ.get(SAMPLER_VARIABLE) != "sglang":
@@ -59,6 +59,7 @@ def _register_speculation() -> None:
     HookRegistry.register(f"{target}.build_additional_customized_info", _add_rounds, HookType.REPLACE)
     target = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
     HookRegistry.register(f"{target}._add_speculative", _add_stats, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.Scheduler.__init__", _attach_heads_swap, HookType.AFTER)
     target = "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len"
     HookRegistry.register(target, _hold_whole_reserve, HookType.AFTER)
 
@@ -92,6 +93,14 @@ def _pin_scheduler(result, *args, **kwargs) -> None:  # noqa: ARG001 (a hook's s
         torch.set_num_threads(int(threads))
 
 
+def _on_request(result, request, *args, **kwargs) -> None:  # noqa: ARG001
+    _stamp_policy_version(result, request)
+    if os.environ.get(SPECULATION_VARIABLE):
+        from services.rollout.sglang_plugin.heads_swap import watch_request
+
+        watch_request(request)
+
+
 def _stamp_policy_version(result, request, *args, **kwargs) -> None:  # noqa: ARG001
     """Makes the policy version part of the key under which prefixes are shared.
 
@@ -105,9 +114,12 @@ def _stamp_policy_version(result, request, *args, **kwargs) -> None:  # noqa: AR
 
 
 def _restamp_waiting(result, scheduler, *args, **kwargs) -> None:  # noqa: ARG001
-    """Requests that wait will be computed under the new policy; those that run keep the cache they hold."""
+    """Requests that wait will be computed under the new policy; those that run keep the cache they hold. What proposals
+    copied from the old weights is copied anew."""
     for request in scheduler.waiting_queue:
         _stamp_policy_version(None, request)
+    if (worker := getattr(scheduler, "draft_worker", None)) is not None:
+        worker.policy_changed()
 
 
 def _make_sampler(backend: str | None = None):  # noqa: ARG001 (SGLang's signature)
@@ -118,15 +130,26 @@ def _make_sampler(backend: str | None = None):  # noqa: ARG001 (SGLang's signatu
 
 
 def _add_rounds(streamer, requests):  # noqa: ARG001
+    from services.rollout.sglang_plugin import feedback, heads_swap
     from services.rollout.sglang_plugin.spec_report import finished_rounds
 
-    return finished_rounds(requests)
+    feedback.finish(requests)
+    return finished_rounds(requests) | heads_swap.finished_spans(requests)
+
+
+def _attach_heads_swap(result, scheduler, *args, **kwargs) -> None:  # noqa: ARG001
+    from services.rollout.sglang_plugin.heads_swap import attach
+
+    attach(scheduler)
 
 
 def _add_stats(result, controller, state) -> None:  # noqa: ARG001
+    from services.rollout.sglang_plugin import feedback, heads_names, heads_swap
     from services.rollout.sglang_plugin.spec_report import STATS_KEY
 
     state[STATS_KEY] = controller.scheduler.draft_worker.stats_record()
+    state[heads_names.STATE_KEY] = heads_swap.record_of(controller.scheduler)
+    state[feedback.STATE_KEY] = feedback.record()
 
 
 def _hold_whole_reserve(result: int) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specroll_core.heads import FutureTokenHeads, ProposalVocabulary
+from services.rollout.sglang_plugin.served_vocabulary import ServedVocabulary
+from specroll_core.heads import FutureTokenHeads
 from specroll_core.law import LawParams
 from specroll_core.proposal import Proposal, propose_from_logits
 
@@ -16,7 +17,7 @@ class HeadProposer:
     The model's weights are looked up at every call: a policy update may replace the tensors as well as their values.
     """
 
-    def __init__(self, model, heads: FutureTokenHeads, vocab_size: int, dtype: torch.dtype, device) -> None:
+    def __init__(self, model, heads: FutureTokenHeads, dtype: torch.dtype, device) -> None:
         if not hasattr(model, "get_embed_and_head"):
             raise ValueError(
                 f"rollout.engine.speculation cannot serve {type(model).__name__}: SGLang's class offers no "
@@ -26,22 +27,22 @@ class HeadProposer:
         self.heads.load_in_place(heads.state_dict())
         self.heads.requires_grad_(False)
         self._model = model
-        self._vocab_size = vocab_size
-        self._vocabulary = ProposalVocabulary(self._weights()[1])
 
     @property
     def depth(self) -> int:
         return self.heads.spec.heads
 
-    def propose(self, hidden: Tensor, pending: Tensor, params: LawParams, width: int, with_laws: bool) -> Proposal:
+    def propose(
+        self,
+        hidden: Tensor,
+        pending: Tensor,
+        params: LawParams,
+        vocabulary: ServedVocabulary,
+        width: int,
+        with_laws: bool,
+    ) -> Proposal:
         """hidden: [B, H], the states before the pending tokens; pending: [B] int64; width: candidates per depth."""
-        embedding, lm_head = self._weights()
-        self._vocabulary.refresh(lm_head)
+        embedding = self._model.get_embed_and_head()[0]
         z = self.heads(hidden, embedding[pending])
-        logits = self._vocabulary.logits(z)
-        return propose_from_logits(logits, params, self._vocabulary, width=width, with_laws=with_laws)
-
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        """SGLang pads the vocabulary's rows; the padding is never proposed."""
-        embedding, lm_head = self._model.get_embed_and_head()
-        return embedding, lm_head[: self._vocab_size]
+        columns = vocabulary.current()
+        return propose_from_logits(columns.logits(z), params, columns, width=width, with_laws=with_laws)

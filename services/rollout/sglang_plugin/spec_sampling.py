@@ -7,7 +7,7 @@ penalties everywhere, which is another law.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -18,21 +18,35 @@ from specroll_core.randomness import Stream, uniforms
 from specroll_core.tree import DraftTree
 
 
+class NodeLogitRows:
+    """Rows of the step's logits: computed by the forward, or from its hidden states when they are asked for."""
+
+    def __init__(self, values: Tensor, lm_head: Callable[[Tensor], Tensor] | None = None) -> None:
+        """values: [B N, V] logits; with `lm_head` [B N, H] hidden states, of which it gives the logits."""
+        self._values = values
+        self._lm_head = lm_head
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        """rows: [n] int64. Returns [n, V] float32."""
+        values = self._values.index_select(0, rows)
+        return (values if self._lm_head is None else self._lm_head(values)).float()
+
+
 class NodeLaw:
     """The logits of nodes on demand, penalties and bias included: what `verify` calls at the nodes that it visits."""
 
-    def __init__(self, logits: Tensor, tree: DraftTree, requests: Sequence, bias: Tensor | None) -> None:
-        """logits: [B N, V]; requests: SGLang's, before this round's tokens; bias: [B, V] or None."""
+    def __init__(self, logits: NodeLogitRows, tree: DraftTree, requests: Sequence, bias: Tensor | None) -> None:
+        """requests: SGLang's, before this round's tokens; bias: [B, V] or None."""
         self._nodes = tree.tokens.shape[1]
         self._logits = logits
         self._tree = tree
         self._bias = bias
         self._requests = requests
-        self._penalised = {row for row, request in enumerate(requests) if _has_penalties(request.sampling_params)}
+        self._penalised = {row for row, request in enumerate(requests) if has_penalties(request.sampling_params)}
 
     def __call__(self, request: Tensor, node: Tensor) -> Tensor:
         """request, node: [n] int64. Returns [n, V] float32."""
-        out = self._logits.index_select(0, request * self._nodes + node).float()
+        out = self._logits[request * self._nodes + node]
         if self._penalised:
             for i, (row, at) in enumerate(zip(request.tolist(), node.tolist(), strict=True)):
                 if row in self._penalised:
@@ -59,7 +73,8 @@ def penalise(logits: Tensor, history: Sequence[int], request) -> None:
     logits[seen] = torch.where(values < 0, values * scale, values / scale)
 
 
-def _has_penalties(params) -> bool:
+def has_penalties(params) -> bool:
+    """Whether SGLang's `SamplingParams` make a token's probability depend on the tokens before it."""
     return params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1
 
 

@@ -30,11 +30,22 @@ from torch import Tensor
 from services.config import SpeculationConfig
 from services.rollout.completion import SpeculationStats
 from services.rollout.heads_file import load_heads
+from services.rollout.sglang_plugin import feedback
+from services.rollout.sglang_plugin.lazy_logits import LazyLogits
+from services.rollout.sglang_plugin import feedback
 from services.rollout.sglang_plugin.proposer import HeadProposer
 from services.rollout.sglang_plugin.sampler import law_params
+from services.rollout.sglang_plugin.served_vocabulary import ServedVocabulary
 from services.rollout.sglang_plugin.slots import RequestSlots
 from services.rollout.sglang_plugin.spec_report import note_round
-from services.rollout.sglang_plugin.spec_sampling import NodeLaw, cut, tree_uniforms, walk_uniforms
+from services.rollout.sglang_plugin.spec_sampling import (
+    NodeLaw,
+    NodeLogitRows,
+    cut,
+    has_penalties,
+    tree_uniforms,
+    walk_uniforms,
+)
 from services.rollout.sglang_plugin.variables import OVERRIDE_KEY, SPECULATION_VARIABLE
 from services.rollout.sglang_plugin.verify_input import BetweenRounds, TreeVerifyInput
 from specroll_core.budget import BUDGETS, BudgetPolicy
@@ -43,6 +54,10 @@ from specroll_core.proposal import DepthLaws
 from specroll_core.scorer import CountTableScorer
 from specroll_core.tree import DraftTree, build_tree, plain_tree
 from specroll_core.verify import Verified, credit, verify
+
+# Nodes of a step above which the LM head is computed at visited nodes only: reading its weights for each level of the
+# walk costs more below.
+_LAZY_ABOVE = 40
 
 
 class SpeculativeWorker(BaseSpecWorker):
@@ -80,17 +95,26 @@ class SpeculativeWorker(BaseSpecWorker):
         rows = self.req_to_token_pool.req_to_token.shape[0]
         self.slots = RequestSlots(rows, model.hidden_size, self.model_runner.dtype, self.device)
         self.proposer = None
+        seeds = None
         if self.config.heads is not None:
             heads = load_heads(self.config.heads)
-            self.proposer = HeadProposer(
-                self.model_runner.model, heads, model.vocab_size, self.model_runner.dtype, self.device
-            )
+            seeds = heads.vocabulary
+            self.proposer = HeadProposer(self.model_runner.model, heads, self.model_runner.dtype, self.device)
+        self.vocabulary = ServedVocabulary(self._lm_head, self.config.vocabulary, seeds)
+        self.lazy_logits = LazyLogits(self.model_runner.model.logits_processor)
 
     def forward_batch_generation(self, batch, on_publish=None, pp_proxy_tensors=None) -> GenerationBatchResult:
         assert on_publish is None
-        if batch.forward_mode.is_decode():
-            return self._round(batch)
-        return self._prefill(batch, pp_proxy_tensors)
+        if not batch.forward_mode.is_decode():
+            return self._prefill(batch, pp_proxy_tensors)
+        budgets = self._budgets(batch.reqs)
+        if (
+            max(budgets) == 1
+            and self._decodes_plainly
+            and not any(has_penalties(r.sampling_params) for r in batch.reqs)
+        ):
+            return self._plain_round(batch)
+        return self._round(batch, budgets)
 
     def _prefill(self, batch, pp_proxy_tensors) -> GenerationBatchResult:
         result = self._target_worker.forward_batch_generation(
@@ -100,29 +124,64 @@ class SpeculativeWorker(BaseSpecWorker):
             rows = batch.req_pool_indices.to(torch.int64)
             self.slots.store(rows, result.next_token_ids, result.logits_output.hidden_states)
             result.logits_output.hidden_states = None
+            self.vocabulary.see(batch.input_ids)
         result.accept_lens = torch.ones(len(batch.reqs), dtype=torch.int32, device=self.device)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = BetweenRounds()
         result.speculative_num_draft_tokens = result.speculative_output_stride = 1
         return result
 
-    def _round(self, batch) -> GenerationBatchResult:
+    def _plain_round(self, batch) -> GenerationBatchResult:
+        """One token for each request, as without speculation: SGLang samples it."""
+        began = time.perf_counter()
+        B, lengths, rows = len(batch.reqs), batch.seq_lens, batch.req_pool_indices.to(torch.int64)
+        batch.input_ids = self.slots.pending[rows]
+        batch.out_cache_loc = self.req_to_token_pool.req_to_token[rows, lengths].to(torch.int64)
+        self._one_token_longer(batch)
+        result = self._target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
+        output = result.logits_output
+        tokens, states = result.next_token_ids, output.hidden_states
+        feedback.note_round(batch, tokens[:, None], [1] * B, lambda row: states[row : row + 1], self.slots)
+        self.slots.store(rows, tokens, states)
+        output.hidden_states = None
+        if output.next_token_logprobs is not None:
+            output.next_token_logprobs = output.next_token_logprobs[:, None]
+        for request in batch.reqs:
+            note_round(request, 0, 0)
+        ones = torch.ones(B, dtype=torch.int32, device=self.device)
+        result.accept_lens, result.new_seq_lens = ones, lengths + ones
+        result.next_draft_input = BetweenRounds()
+        result.speculative_num_draft_tokens = result.speculative_output_stride = 1
+        seconds = time.perf_counter() - began
+        self.stats.add(B, 1, 0, B, 0.0, seconds, 0.0)
+        if self.proposer is not None and not self.config.nodes:
+            self.budget.record(B, 1, seconds)
+        return result
+
+    def _round(self, batch, budgets: list[int]) -> GenerationBatchResult:
         began = time.perf_counter()
         requests, info, lengths = batch.reqs, batch.sampling_info, batch.seq_lens
-        budgets = self._budgets(requests)
         nodes = max(budgets)
         tree, laws = self._propose(batch, budgets)
         proposed = time.perf_counter()
 
+        lazily = self._decodes_plainly and len(requests) * nodes > _LAZY_ABOVE
+        if lazily:
+            self.lazy_logits.defer()
         logits_output, locations = self._forward(batch, tree)
+        logits = NodeLogitRows(logits_output.next_token_logits, self.lazy_logits.rows if lazily else None)
         forwarded = time.perf_counter()
 
-        law = NodeLaw(logits_output.next_token_logits, tree, requests, info.logit_bias)
+        law = NodeLaw(logits, tree, requests, info.logit_bias)
         uniforms = walk_uniforms(info, lengths, tree.depth + 1)
         verified = verify(tree, law, law_params(info), uniforms, laws, planted_bias=self.config.planted_bias)
         kept = self._keep(requests, tree, verified)
         self._compact(locations, verified, kept)
-        self._store(batch, verified, logits_output.hidden_states)
+        states = logits_output.hidden_states.view(len(requests), nodes, -1)
+        feedback.note_round(
+            batch, verified.tokens, kept, lambda row: states[row, verified.nodes[row].clamp_min(0)], self.slots
+        )
+        self._store(batch, verified, states)
         logits_output.hidden_states = None
         logits_output.next_token_logprobs = verified.logprobs
         credit(self.scorer, tree, verified)
@@ -159,7 +218,9 @@ class SpeculativeWorker(BaseSpecWorker):
         params = law_params(batch.sampling_info)
         matched = [self._by_target_match(request) for request in batch.reqs]
         sampled_children = not all(matched)
-        proposal = self.proposer.propose(self.slots.hidden[rows], pending, params, nodes, sampled_children)
+        proposal = self.proposer.propose(
+            self.slots.hidden[rows], pending, params, self.vocabulary, nodes, sampled_children
+        )
         tree = build_tree(
             pending.tolist(),
             proposal,
@@ -177,6 +238,15 @@ class SpeculativeWorker(BaseSpecWorker):
         rule = _override(request).get("rule") or self.config.rule
         return rule == "target_match" or request.sampling_params.top_k <= 1
 
+    def _lm_head(self) -> Tensor:
+        """[V, H] as it is now."""
+        model = self.model_runner.model
+        return model.get_embed_and_head()[1][: self.model_runner.model_config.vocab_size]
+
+    def policy_changed(self) -> None:
+        """The model's weights have new values."""
+        self.vocabulary.policy_changed()
+
     def _forward(self, batch, tree: DraftTree) -> tuple[LogitsProcessorOutput, Tensor]:
         """Runs the target over the trees. Returns its output and the nodes' KV locations [B, N].
 
@@ -190,11 +260,7 @@ class SpeculativeWorker(BaseSpecWorker):
         batch.out_cache_loc = locations.flatten()
         if nodes == 1 and self._decodes_plainly:
             # A root sees all before it: a decode step, whose attention needs no mask of a tree.
-            batch.spec_info = None
-            batch.seq_lens = batch.seq_lens + 1
-            batch.seq_lens_cpu = batch.seq_lens_cpu + 1
-            batch.orig_seq_lens = batch.orig_seq_lens + 1
-            batch.seq_lens_sum = None
+            self._one_token_longer(batch)
         else:
             batch.spec_info = TreeVerifyInput(tree, batch.seq_lens)
             batch.forward_mode = ForwardMode.TARGET_VERIFY
@@ -203,6 +269,14 @@ class SpeculativeWorker(BaseSpecWorker):
         )
         batch.forward_mode = ForwardMode.DECODE
         return result.logits_output, locations
+
+    def _one_token_longer(self, batch) -> None:
+        """Makes an ordinary decode step of the batch."""
+        batch.spec_info = None
+        batch.seq_lens = batch.seq_lens + 1
+        batch.seq_lens_cpu = batch.seq_lens_cpu + 1
+        batch.orig_seq_lens = batch.orig_seq_lens + 1
+        batch.seq_lens_sum = None
 
     def _keep(self, requests: Sequence, tree: DraftTree, verified: Verified) -> list[int]:
         """How many of each request's tokens are emitted."""
@@ -227,21 +301,15 @@ class SpeculativeWorker(BaseSpecWorker):
             cache.move_kv_cache(locations[row, place], locations[row, node])
 
     def _store(self, batch, verified: Verified, hidden: Tensor) -> None:
-        """hidden: [B N, H]. Requests that were cut have ended; what is stored for them is never read."""
+        """hidden: [B, N, H]. Requests that were cut have ended; what is stored for them is never read."""
         B = len(batch.reqs)
-        states = hidden.view(B, -1, hidden.shape[-1])[torch.arange(B, device=self.device), verified.last_nodes]
+        states = hidden[torch.arange(B, device=self.device), verified.last_nodes]
         self.slots.store(batch.req_pool_indices.to(torch.int64), verified.pending, states)
 
     def _record(self, tree: DraftTree, verified: Verified, seconds: tuple[float, float, float]) -> None:
         lengths = verified.lengths.tolist()
-        stats = self.stats
-        stats.rounds += 1
-        stats.requests += len(lengths)
-        stats.drafted += int(tree.drafted.sum())
-        stats.emitted += sum(lengths)
-        stats.propose_seconds += seconds[0]
-        stats.forward_seconds += seconds[1]
-        stats.verify_seconds += seconds[2]
+        self.stats.add(len(lengths), tree.tokens.shape[1], int(tree.drafted.sum()), sum(lengths), *seconds)
+        self.vocabulary.see(verified.tokens)
         if self.proposer is None or self.config.nodes:
             return
         B, nodes = tree.tokens.shape

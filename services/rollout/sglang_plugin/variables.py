@@ -10,6 +10,8 @@ THREADS_VARIABLE = "SPECROLL_ENGINE_THREADS"
 SAMPLER_VARIABLE = "SPECROLL_ENGINE_SAMPLER"
 # The speculation section of the engine's configuration as JSON.
 SPECULATION_VARIABLE = "SPECROLL_ENGINE_SPECULATION"
+# Where training rows for heads go, as JSON: the arguments of `RowSender`. Without it none are kept.
+FEEDBACK_VARIABLE = "SPECROLL_ENGINE_FEEDBACK"
 # In a request's custom parameters: the fields of its `SpeculationOverride`. A request that brings a seed has the rule
 # "target_match": no sampled children, so that its seed alone decides its tokens.
 OVERRIDE_KEY = "specroll"
