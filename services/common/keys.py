@@ -61,6 +61,21 @@ class RunKeys:
         """Verifier feedback from the rollout workers to the watcher."""
         return self.stream(FEEDBACK, "watcher")
 
+    @property
+    def feedback_rows(self) -> str:
+        """Training rows for heads, bounded by bytes: see `row_stream`."""
+        return f"{self.prefix}feedback:rows"
+
+    @property
+    def workers(self) -> str:
+        """Hash of the rollout workers that live, and their addresses."""
+        return f"{self.prefix}workers"
+
+    @property
+    def heads(self) -> str:
+        """The heads that every worker should serve, as JSON."""
+        return f"{self.prefix}heads"
+
     def lock(self, role: str) -> str:
         """Who holds `role` ("learner", "watcher"): at most one process at a time."""
         return f"{self.prefix}lock:{role}"

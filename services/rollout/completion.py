@@ -36,8 +36,9 @@ class Completion:
 
     token_ids: every token that was sampled, a stop token and the tokens of a stop string included.
     logprobs: of the final law (temperature, penalties, bias, top-k, top-p, min-p), one per token; 0 at temperature 0.
-    policy_version_spans: cover [0, len(token_ids)), as do head_version_spans where speculation is on (version 0 is none).
-    rounds: (tokens emitted before, nodes drafted, nodes accepted) of each verification. cached_tokens: prompt tokens whose keys and values were reused.
+    policy_version_spans: cover [0, len(token_ids)), as do head_version_spans where speculation is on, with version 0 for
+    none. rounds: (tokens emitted before, nodes drafted, nodes accepted) of each verification. cached_tokens: prompt
+    tokens whose keys and values were reused.
     """
 
     token_ids: tuple[int, ...]

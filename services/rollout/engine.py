@@ -11,7 +11,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -32,8 +32,11 @@ from services.rollout.completion import (
     SpeculationStats,
     UpdateReport,
 )
+from services.rollout.heads_control import HeadsControl
+from services.rollout.heads_feedback import spans_of
 from services.rollout.heads_file import load_heads
 from services.rollout.policy_check import PolicyShape, check_policy
+from services.rollout.sglang_plugin.heads_names import SPANS_KEY
 from services.rollout.sglang_plugin.spec_report import META_KEY as ROUNDS_KEY
 from services.rollout.sglang_plugin.spec_report import STATS_KEY
 from services.rollout.sglang_plugin.spec_report import count as count_rounds
@@ -64,6 +67,9 @@ class RolloutEngine:
         self._active: dict[str, str] = {}  # the caller's request id -> SGLang's
         self._tokens_total = 0
         self._update_lock = asyncio.Lock()
+        self.heads = HeadsControl(self, engine.send_to_rpc)
+        # Called with every completion: request id, prompt, sampling and the completion.
+        self.observer: Callable[[str, Sequence[int], SamplingParams, Completion], None] | None = None
         self._processes = engine_process.processes_of(engine)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed: asyncio.Future[str] | None = None
@@ -145,7 +151,7 @@ class RolloutEngine:
             self._updates += 1
             label = _label(version, self._updates)
             in_flight = len(self._active)
-            return await self._or_failure(self._swap(model_dir, version, label, pause_mode, in_flight))
+            return await self.or_failure(self._swap(model_dir, version, label, pause_mode, in_flight))
 
     async def status(self) -> EngineStatus:
         self._attach()
@@ -163,8 +169,17 @@ class RolloutEngine:
         self._attach()
         if not self._config.speculation.enabled:
             return None
-        states = await self._or_failure(self._manager.get_internal_state())
-        return SpeculationStats(**states[0][STATS_KEY])
+        return SpeculationStats(**(await self.internal_state())[STATS_KEY])
+
+    @property
+    def model_dir(self) -> Path:
+        """The directory of the policy that serves."""
+        return self._model_dir
+
+    async def internal_state(self) -> dict[str, Any]:
+        """What the scheduler says about itself, between two steps."""
+        self._attach()
+        return (await self.or_failure(self._manager.get_internal_state()))[0]
 
     def close(self) -> None:
         """Ends SGLang's processes. Requests in flight raise EngineError. Safe to call twice."""
@@ -208,7 +223,7 @@ class RolloutEngine:
         sent = 0
         try:
             while True:
-                message = await self._or_failure(anext(messages))
+                message = await self.or_failure(anext(messages))
                 meta = message["meta_info"]
                 tokens = tuple(message["output_ids"])
                 logprobs = tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ())
@@ -218,6 +233,8 @@ class RolloutEngine:
                 yield CompletionDelta(tokens[sent:], logprobs[sent:], completion)
                 sent = len(tokens)
                 if completion is not None:
+                    if self.observer is not None:
+                        self.observer(request_id, prompt_ids, sampling, completion)
                     return
         finally:
             del self._active[request_id]
@@ -344,8 +361,9 @@ class RolloutEngine:
                 log.error("%s", reason)
                 self._failed.set_result(reason)
 
-    async def _or_failure(self, awaitable: Awaitable[T]) -> T:
+    async def or_failure(self, awaitable: Awaitable[T]) -> T:
         """The awaitable's result, or EngineError as soon as the engine is dead."""
+        self._attach()
         assert self._failed is not None
         task = asyncio.ensure_future(awaitable)
         try:
@@ -394,4 +412,6 @@ def _completion(meta: dict[str, Any], tokens: tuple[int, ...], logprobs: tuple[f
         policy_version_spans=tuple(spans),
         cached_tokens=meta.get("cached_tokens", 0),
         spec=count_rounds(meta.get(ROUNDS_KEY, ()), len(tokens)),
+        head_version_spans=spans_of(meta.get(SPANS_KEY, ()), len(tokens)),
+        rounds=tuple(tuple(entry) for entry in meta.get(ROUNDS_KEY, ())),
     )
