@@ -21,10 +21,10 @@ from services.learner.prompts import load_prompts
 from services.lossless.exact import Text
 from services.lossless.greedy import divergences
 from services.lossless.leaning import Leaning, LogprobGap, measure
-from services.lossless.options import LAWS, PLAIN, WORD_PROBLEMS, LosslessOptions, TestedLaw
+from services.lossless.options import LAWS, PLAIN, WORD_PROBLEMS, LawUnderTest, LosslessOptions
 from services.lossless.prefixes import choose_prefixes
 from services.lossless.sampling import Draw, draw_all
-from services.lossless.verdict import Check, Verdict, noticed_z
+from services.lossless.verdict import Check, Verdict
 from services.machine import cores, quiet_libraries
 from services.models import fetch_model
 from services.progress import progress_bar
@@ -134,7 +134,7 @@ class Proof:
     def _rollouts(self) -> None:
         """Samples ordinary completions and follows them under the exact laws."""
         heads = self._heads if self._options.dtype == "float32" else None
-        found: dict[str, dict[TestedLaw, Leaning]] = {}
+        found: dict[str, dict[LawUnderTest, Leaning]] = {}
         for way in self._ways:
             found[way], gaps = {}, LogprobGap()
             sampled = self._sample(way)
@@ -151,11 +151,11 @@ class Proof:
             self._note_acceptance(way, [c for _, some in sampled.values() for c in some])
             if heads is not None:
                 self._judge(way, found[way])
-        z = noticed_z(len(self.verdict.checks))
         if heads is not None:
-            self.verdict.detectable = {way: some[LAWS[0]].detectable(z) for way, some in found.items()}
+            tests = len(self.verdict.checks)
+            self.verdict.detectable = {way: some[LAWS[0]].detectable(tests) for way, some in found.items()}
 
-    def _judge(self, way: str, found: dict[TestedLaw, Leaning]) -> None:
+    def _judge(self, way: str, found: dict[LawUnderTest, Leaning]) -> None:
         checks = self.verdict.checks
         for law, leaning in found.items():
             *by_head, betting = leaning.p_values
@@ -167,10 +167,10 @@ class Proof:
         tokens = sum(leaning.tokens for leaning in found.values())
         checks.append(Check("betting", way, "all laws", "all heads", tokens, wealth_p(together)))
 
-    def _sample(self, way: str) -> dict[TestedLaw, tuple[list[tuple[int, ...]], list[Completion]]]:
+    def _sample(self, way: str) -> dict[LawUnderTest, tuple[list[tuple[int, ...]], list[Completion]]]:
         """Completions of every law, of `options.rollout_tokens` tokens or a little more, with their prompts."""
         options, following = self._options, cycle(self._prompts)
-        found: dict[TestedLaw, tuple[list[tuple[int, ...]], list[Completion]]] = {law: ([], []) for law in LAWS}
+        found: dict[LawUnderTest, tuple[list[tuple[int, ...]], list[Completion]]] = {law: ([], []) for law in LAWS}
         while missing := {law: n for law, some in found.items() if (n := self._missing(some[1])) > 0}:
             asked = [(law, prompt) for law, n in missing.items() for prompt in islice(following, n)]
             draws = [Draw(prompt, law.sampling(options.longest), self._ways[way]) for law, prompt in asked]
@@ -212,6 +212,8 @@ def _engine_config(options: LosslessOptions, heads: Path, threads: int, longest_
         max_running_requests=options.running,
         # Every request that runs fits, with room for prefixes that come again.
         max_total_tokens=2 * options.running * context,
+        # While this process computes exact laws the engine is idle, and must not take a core for it.
+        args={"sleep_on_idle": True},
         speculation=SpeculationConfig(
             enabled=True,
             heads=heads,

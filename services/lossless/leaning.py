@@ -23,9 +23,9 @@ from torch import Tensor
 
 from services.heads.target import TargetModel
 from services.lossless.exact import Text, hidden_states, logits_of
-from services.lossless.options import EDGE, TestedLaw
+from services.lossless.options import EDGE, FAMILY, LawUnderTest
 from services.rollout.completion import Completion
-from specroll_core.goodness_of_fit import two_sided_p, wealth_p
+from specroll_core.goodness_of_fit import normal_quantile, two_sided_p, wealth_p
 from specroll_core.heads import FutureTokenHeads, ProposalVocabulary
 from specroll_core.law import final_logprobs
 
@@ -33,32 +33,43 @@ from specroll_core.law import final_logprobs
 CLIP = 10.0
 # What gamblers bet that the share of foreign tokens is.
 SHARES = (0.001, 0.003, 0.01, 0.03)
+_TYPICAL = 0.01
 # Positions whose laws exist at one time: a few arrays of 32 x V float32 stay near the processor's caches.
 _ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Of n tokens, float64 each [n]: f minus its mean, f's variance, the mean that f would gain if q were emitted in
-    place of p, and log q / p of the token."""
+    """Of n tokens, float64 each [n]: f minus its mean, f's variance, and log q / p of the token."""
 
     excess: Tensor
     variance: Tensor
-    drift: Tensor
     log_ratio: Tensor
 
 
 def leaning_terms(log_p: Tensor, log_q: Tensor, tokens: Tensor, clip: float = CLIP) -> Terms:
     """log_p, log_q: [n, V]; tokens: [n] int64, each inside p's support."""
-    p, q = log_p.exp(), log_q.exp()
     f = (log_q - log_p).exp_().clamp_max_(clip)  # outside p's support, where p has no mass, it is clip
-    weighted = p * f
+    weighted = log_p.exp() * f
     mean = weighted.sum(-1, dtype=torch.float64)
     square = (weighted * f).sum(-1, dtype=torch.float64)
-    drift = (q * f).sum(-1, dtype=torch.float64) - mean
     at = tokens[:, None]
     log_ratio = (log_q.gather(1, at) - log_p.gather(1, at)).squeeze(1).double()
-    return Terms(f.gather(1, at).squeeze(1).double() - mean, (square - mean**2).clamp_min(0), drift, log_ratio)
+    return Terms(f.gather(1, at).squeeze(1).double() - mean, (square - mean**2).clamp_min(0), log_ratio)
+
+
+def growth_moments(log_p: Tensor, log_q: Tensor, share: float) -> Tensor:
+    """[2, 2] float64, sums over rows: mean and mean square of the logarithm by which one token multiplies the wealth of
+    the gambler who bets on `share`, where the token is drawn from p and where it is drawn from q.
+
+    log_p, log_q: [n, V]. What p forbids, which is noticed at once, is left out.
+    """
+    odds = torch.where(log_p > -math.inf, (log_q - log_p).clamp_max(60).exp_(), 0).sub_(1)
+    growth = odds.mul_(share).log1p_()
+    laws = (log_p.exp(), torch.where(log_p > -math.inf, log_q.exp(), 0))
+    return torch.stack(
+        [torch.stack([(law * growth**power).sum(dtype=torch.float64) for power in (1, 2)]) for law in laws]
+    )
 
 
 class Leaning:
@@ -67,13 +78,13 @@ class Leaning:
     def __init__(self, heads: int) -> None:
         self.tokens = 0
         self.outside = 0  # tokens that the law forbids
-        self.excess, self.variance, self.drift = torch.zeros(3, heads, dtype=torch.float64)
+        self.excess, self.variance = torch.zeros(2, heads, dtype=torch.float64)
+        self.growth = torch.zeros(2, 2, dtype=torch.float64)  # `growth_moments` of the first head
         self.log_wealth = torch.zeros(heads, len(SHARES), dtype=torch.float64)
 
     def add(self, head: int, terms: Terms) -> None:
         self.excess[head] += terms.excess.sum()
         self.variance[head] += terms.variance.sum()
-        self.drift[head] += terms.drift.sum()
         shares = torch.tensor(SHARES, dtype=torch.float64)
         odds = terms.log_ratio.clamp_max(600).exp()[:, None] - 1  # the clamp keeps double precision from overflowing
         self.log_wealth[head] += (shares * odds).log1p().sum(0)
@@ -89,9 +100,19 @@ class Leaning:
             return [0.0] * (len(self.excess) + 1)
         return [*map(two_sided_p, self.z), wealth_p(self.log_wealth)]
 
-    def detectable(self, z: float) -> float:
-        """The share of tokens which, drawn from the first head's law in place of p, gives an expected |z| of `z`."""
-        return z * float(self.variance[0].sqrt() / self.drift[0]) if self.drift[0] > 0 else math.inf
+    def detectable(self, tests: int) -> float:
+        """The share of tokens which, drawn from the first head's law in place of p, gamblers notice with 99 %
+        probability where they are one of `tests` tests; 1 where there is no such share."""
+        # The one who bets on `_TYPICAL` holds an equal share of the first stakes.
+        needed = math.log(tests / FAMILY) + math.log(self.log_wealth.numel())
+
+        def noticed(share: float) -> bool:
+            mean, square = ((1 - share) * self.growth[0] + share * self.growth[1]).tolist()
+            deviation = math.sqrt(max(0.0, square - mean**2 / max(1, self.tokens)))
+            return mean - normal_quantile(0.99) * deviation >= needed
+
+        shares = [i / 2000 for i in range(2001)]
+        return next((share for share in shares if noticed(share)), 1.0)
 
 
 @dataclass(slots=True)
@@ -113,11 +134,20 @@ class LogprobGap:
             self.largest = max(self.largest, float(gaps.max()))
 
 
+def _at_moved_edges(logits: Tensor, tokens: Tensor, law: LawUnderTest) -> Tensor:
+    """[3, n]: log-probabilities with top-p as it is, lower and higher by `EDGE`.
+
+    A token whose fate at the edge of top-p is decided by rounding changes those of all the others.
+    """
+    laws = (final_logprobs(logits, law.params(len(tokens), edge=edge)) for edge in (0.0, -EDGE, EDGE))
+    return torch.stack([log_p.gather(1, tokens[:, None]).squeeze(1) for log_p in laws])
+
+
 @torch.inference_mode()
 def measure(
     target: TargetModel,
     heads: FutureTokenHeads | None,
-    law: TestedLaw,
+    law: LawUnderTest,
     prompts: Sequence[tuple[int, ...]],
     completions: Sequence[Completion],
     gap: LogprobGap,
@@ -147,10 +177,12 @@ def measure(
             at = tokens[index]
             exact = log_p.gather(1, at[:, None]).squeeze(1)
             inside = exact > -math.inf
-            gap.add((exact[inside] - reported.to(exact.device)[index][inside]).abs())
-            if not bool(inside.all()):
-                wide = final_logprobs(logits, law.params(len(index), edge=EDGE)).gather(1, at[:, None]).squeeze(1)
-                leaning.outside += int((wide == -math.inf).sum())
+            off = (exact - reported.to(exact.device)[index]).abs()
+            if law.top_p < 1 and bool((doubtful := off > EDGE).any()):
+                near = _at_moved_edges(logits[doubtful], at[doubtful], law)
+                leaning.outside += int((near == -math.inf).all(0).sum())
+                off[doubtful] = (near - reported.to(exact.device)[index][doubtful]).abs().amin(0)
+            gap.add(off[off < math.inf])
             for k in range(1, K + 1):
                 use = inside & (index >= k)
                 if z is None or not bool(use.any()):
@@ -158,6 +190,8 @@ def measure(
                 guess = vocabulary.logits(z[index[use] - k, k - 1 : k])[:, 0].float()
                 log_q = torch.log_softmax(guess / law.temperature, -1)
                 leaning.add(k - 1, leaning_terms(log_p[use], log_q, at[use]))
+                if k == 1:
+                    leaning.growth += growth_moments(log_p[use], log_q, _TYPICAL).cpu()
         leaning.tokens += max(0, len(tokens) - 1)
         done += len(tokens)
         if progress is not None:

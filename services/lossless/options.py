@@ -31,7 +31,7 @@ def data_of(config: Path | None) -> DataConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TestedLaw:
+class LawUnderTest:
     """A sampling law that the statistical parts test."""
 
     temperature: float
@@ -51,7 +51,7 @@ class TestedLaw:
         return LawParams.build([self.temperature] * rows, top_p=[top_p] * rows)
 
 
-LAWS = (TestedLaw(1.0, 1.0), TestedLaw(0.6, 1.0), TestedLaw(1.0, 0.9), TestedLaw(0.6, 0.9))
+LAWS = (LawUnderTest(1.0, 1.0), LawUnderTest(0.6, 1.0), LawUnderTest(1.0, 0.9), LawUnderTest(0.6, 0.9))
 
 
 @dataclass(frozen=True, slots=True)

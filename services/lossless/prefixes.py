@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.heads.target import TargetModel
 from services.lossless.exact import Text, hidden_states, logits_of
-from services.lossless.options import EDGE, LosslessOptions, TestedLaw
+from services.lossless.options import EDGE, LawUnderTest, LosslessOptions
 from services.lossless.sampling import Draw
 from services.rollout.completion import Completion, SpeculationOverride
 from specroll_core.goodness_of_fit import chi_square_p
@@ -30,7 +30,7 @@ class FixedPrefix:
     certain: int
     law: Tensor
 
-    def draw(self, law: TestedLaw, way: SpeculationOverride) -> Draw:
+    def draw(self, law: LawUnderTest, way: SpeculationOverride) -> Draw:
         return Draw(self.ids, law.sampling(2, ignore_eos=True), way)
 
     def counts(self, completions: Sequence[Completion]) -> Tensor:
@@ -44,14 +44,14 @@ class FixedPrefix:
 
 @torch.inference_mode()
 def choose_prefixes(
-    target: TargetModel, greedy: Sequence[Text], laws: Sequence[TestedLaw], options: LosslessOptions
-) -> dict[TestedLaw, list[FixedPrefix]]:
+    target: TargetModel, greedy: Sequence[Text], laws: Sequence[LawUnderTest], options: LosslessOptions
+) -> dict[LawUnderTest, list[FixedPrefix]]:
     """For each law, `options.prefixes` places in greedy texts whose last token has a probability of at least
     `options.certain` under it, and whose next law has an entropy inside `options.entropy`.
 
     The rule looks at nothing that is sampled: the first such place of every text in turn, then the second ones.
     """
-    found: dict[TestedLaw, list[tuple[int, int, FixedPrefix]]] = {law: [] for law in laws}
+    found: dict[LawUnderTest, list[tuple[int, int, FixedPrefix]]] = {law: [] for law in laws}
     for text, states in hidden_states(target, greedy):
         if len(text.tokens) < 2:
             continue
@@ -74,7 +74,7 @@ def choose_prefixes(
     return {law: [p for *_, p in sorted(some, key=lambda f: f[:2])[: options.prefixes]] for law, some in found.items()}
 
 
-def _at_an_edge(row: Tensor, law: TestedLaw) -> bool:
+def _at_an_edge(row: Tensor, law: LawUnderTest) -> bool:
     """Whether rounding decides what top-p keeps."""
     sizes = {int((final_logprobs(row, law.params(1, edge=e)) > -torch.inf).sum()) for e in (-EDGE, EDGE)}
     return len(sizes) > 1

@@ -12,7 +12,7 @@ from rich.table import Table
 from services.lossless.greedy import TIE, Divergence
 from services.lossless.leaning import LogprobGap
 from services.lossless.options import FAMILY, PLAIN
-from specroll_core.goodness_of_fit import holm_rejects, normal_quantile
+from specroll_core.goodness_of_fit import holm_rejects
 
 # Mean and largest difference of a log-probability to the reference model's. Where numbers have 8 bits the engine and
 # the reference round differently; where they have 24 they hardly do.
@@ -148,8 +148,8 @@ class Verdict:
                 for d in ties
             ]
         out += [
-            f"Sensitivity of {way}: {share:.2%} of tokens drawn from the drafter's law would be noticed with 99 % "
-            "probability."
+            f"Sensitivity of {way}, T=1 alone: {share:.2%} of tokens drawn from the drafter's law would be noticed "
+            "with 99 % probability."
             for way, share in self.detectable.items()
         ]
         if self.passed:
@@ -160,8 +160,3 @@ class Verdict:
             out += [f"  {sentence}" for sentence in self.failures]
             out.append(f"NOT LOSSLESS: {self.model} in {self.dtype}.")
         return out
-
-
-def noticed_z(tests: int) -> float:
-    """The |z| at which one of `tests` tests of a family is rejected with 99 % probability, by Bonferroni's bound."""
-    return normal_quantile(1 - FAMILY / max(1, tests) / 2) + normal_quantile(0.99)
