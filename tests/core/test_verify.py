@@ -12,11 +12,13 @@ from torch import Tensor
 from specroll_core.goodness_of_fit import chi_square_p, holm_rejects
 from specroll_core.growth import TreeOptions
 from specroll_core.law import final_logprobs
+from specroll_core.memory import TrajectoryMemory
+from specroll_core.memory_store import Stream, TokenStore
 from specroll_core.proposal import PathCandidate
-from specroll_core.scorer import CountTableScorer, Score
+from specroll_core.scorer import CountTableScorer, Score, Scorer
 from specroll_core.tree import DraftTree, plain_tree
 from specroll_core.verify import credit, verify
-from tests.core.toy import Setting, ToyLanguage, decode, grow, one_law
+from tests.core.toy import Setting, ToyLanguage, copy_rows, decode, grow, one_law
 
 DRAWS = 100_000
 FAMILY = 0.001
@@ -122,6 +124,36 @@ def test_the_law_holds_with_a_memory_that_reacts_to_draws() -> None:
     toy = ToyLanguage(vocab=3, seed=21)
     setting = Setting({"temperature": 0.9, "top_p": 0.95}, 4, paths=lambda prefix: Reactive(prefix, 3))
     assert p_value(toy, setting, length=2, seed=5) > FAMILY
+
+
+PROMPT = (0, 1, 2, 2, 0, 1, 2, 0, 0, 1, 1, 2, 0)
+
+
+def remembered(prefix: int) -> tuple[TokenStore, tuple[int, ...]]:
+    """A toy's prompt and the tokens emitted so far, in a store and as they are."""
+    own: list[int] = []
+    while prefix:
+        prefix, token = divmod(prefix - 1, 3)
+        own.append(token)
+    tokens = (*PROMPT, *own[::-1])
+    store = TokenStore(64)
+    Stream(store, tokens)
+    return store, tokens
+
+
+def trusting() -> CountTableScorer:
+    """Believes the memory and makes sampled children wherever there is room."""
+    scorer = CountTableScorer(tail_share=1.0)
+    scorer.counts[:] = 200.0
+    return scorer
+
+
+@pytest.mark.parametrize("scorer", [Contrary(), trusting()], ids=["contrary", "trusting"])
+def test_the_law_holds_with_the_trajectory_memory(scorer: Scorer) -> None:
+    toy = ToyLanguage(vocab=3, seed=22)
+    histories = [remembered(prefix) for prefix in range(4)]  # all that come before a second token
+    setting = Setting({"temperature": 0.9}, 6, scorer=scorer, paths=lambda prefix: TrajectoryMemory(*histories[prefix]))
+    assert p_value(toy, setting, length=2, seed=6) > FAMILY
 
 
 def test_a_shape_that_sees_the_draw_is_detected() -> None:
@@ -252,3 +284,27 @@ def test_the_walk_is_consistent() -> None:
         assert int(result.pending[row]) == int(result.tokens[row, length - 1])
         assert int(result.last_nodes[row]) == nodes[-1]
         assert result.tokens[row, length:].eq(-1).all()
+
+
+def test_a_planted_bias_takes_the_last_child_so_often_and_leaves_greedy_requests_alone() -> None:
+    toy = ToyLanguage(vocab=6, seed=11)
+    rows, bias = 200_000, 0.1
+    setting = Setting({}, 3, TreeOptions(max_depth=1, sampled_children=False), scorer=Contrary())
+    tree, _ = grow(toy, setting, torch.zeros(1, dtype=torch.int64), torch.rand(1, 3, dtype=torch.float64))
+    tree = copy_rows(tree, torch.zeros(rows, dtype=torch.int64))
+    g = torch.Generator().manual_seed(0)
+    uniforms = torch.rand(rows, 2, 2, dtype=torch.float64, generator=g)
+
+    def logits(request: Tensor, node: Tensor) -> Tensor:
+        return toy.target[:1].expand(len(request), -1)
+
+    found = verify(tree, logits, one_law({}, rows), uniforms, planted_bias=bias)
+    first, last = tree.tokens[0, 1:].tolist()
+    p = toy.target[0].double().softmax(-1)
+    expected = p * (1 - bias)
+    expected[first] = p[first]
+    expected[last] = p[last] + bias * (1 - p[first] - p[last])
+    frequencies = found.tokens[:, 0].bincount(minlength=6) / rows
+    torch.testing.assert_close(frequencies.double(), expected, atol=0.004, rtol=0)
+    greedy = one_law({"temperature": 0.0}, rows)
+    assert verify(tree, logits, greedy, uniforms, planted_bias=bias).tokens[:, 0].unique().numel() == 1
