@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from typing import NamedTuple
+from heapq import heapify, heappop, heappush
+from operator import itemgetter
 
 from specroll_core.proposal import PathProposer
 from specroll_core.scorer import NO_LOG_Q, Scorer
@@ -29,13 +29,37 @@ class TreeOptions:
     min_tail: float = 0.02
 
 
-class Child(NamedTuple):
-    """One candidate: c = P(it is emitted | its parent was), the scorer's cell, and the head's log q."""
+# One candidate: token, c = P(it is emitted | its parent was), the scorer's cell, and the head's log q.
+Child = tuple[int, float, int, float]
 
-    token: int
-    c: float
-    cell: int
-    log_q: float
+# The two sorted lists that a node's children come from.
+_SHARED, _SUGGESTED = 0, 1
+
+_by_c = itemgetter(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Suggested:
+    """A path proposer's candidates at one state and depth, best first, and their tokens."""
+
+    ranked: list[Child]
+    tokens: set[int]
+
+
+def _skip(shared: Sequence[Child], rank: int, extra: _Suggested) -> int:
+    """The first rank from `rank` on whose token is not suggested as well."""
+    while rank < len(shared) and shared[rank][0] in extra.tokens:
+        rank += 1
+    return rank
+
+
+def _put_first(heap: list[tuple[float, int, int, int]], parent: int) -> None:
+    """Lets the best child of `parent` be taken before all else."""
+    entries = [entry for entry in heap if entry[1] == parent]
+    if entries:
+        best = min(entries)
+        heap[heap.index(best)] = (-2.0, *best[1:])
+        heapify(heap)
 
 
 class Sketch:
@@ -65,11 +89,15 @@ class Sketch:
 
     def below(self, top: int) -> list[int]:
         """The numbers of all nodes under `top`, ascending."""
-        inside = {top}
-        for node in range(top + 1, len(self)):
-            if self.parents[node] in inside:
+        parents, inside = self.parents, {top}
+        if top not in parents:
+            return []
+        below = []
+        for node in range(top + 1, len(parents)):
+            if parents[node] in inside:
                 inside.add(node)
-        return sorted(inside - {top})
+                below.append(node)
+        return below
 
 
 class Grower:
@@ -92,68 +120,97 @@ class Grower:
         self._options = options
         self._max_depth = min(options.max_depth, max(len(lists), path.max_depth if path else 0))
         self.path = path
+        # log q by token, made for the depths at which it is looked up
+        self._log_q: list[dict[int, float] | None] = [None] * len(lists)
+        # (depth, state) -> scored suggestions
+        self._known: dict[tuple[int, Hashable], _Suggested | None] = {}
 
     def grow(self, sketch: Sketch, top: int, numbers: Sequence[int]) -> None:
         """Puts the best nodes below `top` under the given ascending node numbers, as many as there are.
 
-        What those numbers held before is forgotten; numbers without a candidate become unused.
+        What those numbers held before is forgotten; numbers without a candidate become unused. A node's children
+        come from two sorted lists, which the heap merges: the depth's shared one, and the path proposer's
+        suggestions, whose tokens are skipped in the former. No candidate is touched before its turn.
         """
-        if self.path is not None and top == 0:
-            sketch.states[0] = self.path.root()
+        tokens, parents, depths, steps = sketch.tokens, sketch.parents, sketch.depths, sketch.steps
+        cells, log_qs, states = sketch.cells, sketch.log_q, sketch.states
+        sampled, tail_cells = sketch.sampled, sketch.tail_cells
+        path, lists, max_depth = self.path, self._lists, self._max_depth
+        if path is not None and top == 0:
+            states[0] = path.root()
         chain = self._options.chain if top == 0 else 0
-        scores = {top: 1.0}
-        candidates: dict[int, Sequence[Child]] = {}
-        heap: list[tuple[float, int, int]] = []
         chain_end = top
-
-        def push(parent: int, rank: int) -> None:
-            if rank < len(candidates[parent]):
-                reserved = rank == 0 and parent == chain_end and sketch.depths[parent] < chain
-                heappush(heap, (-2.0 if reserved else -scores[parent] * candidates[parent][rank].c, parent, rank))
-
-        def open_node(node: int) -> None:
-            if sketch.depths[node] < self._max_depth:
-                candidates[node] = self._candidates(sketch, node)
-                push(node, 0)
+        scores = {top: 1.0}
+        suggested: dict[int, _Suggested] = {}
+        heap: list[tuple[float, int, int, int]] = []  # -score, parent, list, rank
 
         for node in numbers:
-            sketch.parents[node] = UNUSED
-        open_node(top)
+            parents[node] = UNUSED
+        newest = top
         for node in numbers:
+            # The newest node is opened only now: the last one never is.
+            depth = depths[newest] + 1
+            if depth <= max_depth:
+                score = scores[newest]
+                shared: Sequence[Child] = lists[depth - 1] if depth <= len(lists) else ()
+                extra = None
+                if path is not None and depth <= path.max_depth:
+                    if newest != top:
+                        states[newest] = path.descend(states[parents[newest]], tokens[newest])
+                    extra = self._suggestions(states[newest], depth)
+                rank = 0
+                if extra is not None:
+                    suggested[newest] = extra
+                    heappush(heap, (-score * extra.ranked[0][1], newest, _SUGGESTED, 0))
+                    rank = _skip(shared, 0, extra)
+                if rank < len(shared):
+                    heappush(heap, (-score * shared[rank][1], newest, _SHARED, rank))
+                if newest == chain_end and depth <= chain:
+                    _put_first(heap, newest)
             if not heap:
                 break
-            _, parent, rank = heappop(heap)
-            child = candidates[parent][rank]
-            self._put(sketch, node, parent, child)
-            scores[node] = scores[parent] * child.c
-            if rank == 0 and parent == chain_end:
+            _, parent, which, rank = heappop(heap)
+            extra = suggested.get(parent)
+            depth = depths[parent] + 1
+            ranked = lists[depth - 1] if which == _SHARED else suggested[parent].ranked
+            tokens[node], step, cells[node], log_qs[node] = ranked[rank]
+            steps[node] = step
+            parents[node] = parent
+            depths[node] = depth
+            sampled[node] = False
+            tail_cells[node] = -1
+            parent_score = scores[parent]
+            scores[node] = parent_score * step
+            rank = rank + 1 if which == _SUGGESTED or extra is None else _skip(ranked, rank + 1, extra)
+            if rank < len(ranked):
+                heappush(heap, (-parent_score * ranked[rank][1], parent, which, rank))
+            if parent == chain_end and depth <= chain:
                 chain_end = node
-            push(parent, rank + 1)
-            open_node(node)
+            newest = node
 
     def choose_slots(self, sketch: Sketch, numbers: Sequence[int]) -> None:
         """Among the nodes `numbers`, makes last children sampled where that is accepted more often than they are."""
-        last: dict[int, int] = {}
-        c_sum: dict[int, float] = {}
-        q_sum: dict[int, float] = {}
+        parents, steps, log_q, depths = sketch.parents, sketch.steps, sketch.log_q, sketch.depths
+        # parent -> its last child, and the sums of c and q over the others
+        last: dict[int, tuple[int, float, float]] = {}
         for node in numbers:
-            parent = sketch.parents[node]
+            parent = parents[node]
             if parent == UNUSED:
                 continue
-            if parent in last:
-                before = last[parent]
-                c_sum[parent] = c_sum.get(parent, 0.0) + sketch.steps[before]
-                q_sum[parent] = q_sum.get(parent, 0.0) + math.exp(sketch.log_q[before])
-            last[parent] = node
-        for parent, node in last.items():
-            depth = sketch.depths[node]
+            known = last.get(parent)
+            if known is None:
+                last[parent] = node, 0.0, 0.0
+            else:
+                before, c, q = known
+                last[parent] = node, c + steps[before], q + math.exp(log_q[before])
+        for node, c, q in last.values():
+            depth = depths[node]
             if depth > self._law_depth:
                 continue
-            mass = 1.0 - q_sum.get(parent, 0.0)
-            tail = self._scorer.tail(depth, mass, 1.0 - c_sum.get(parent, 0.0))
-            if tail.c > max(sketch.steps[node], self._options.min_tail):
+            tail = self._scorer.tail(depth, 1.0 - q, 1.0 - c)
+            if tail.c > max(steps[node], self._options.min_tail):
                 sketch.sampled[node] = True
-                sketch.steps[node] = tail.c
+                steps[node] = tail.c
                 sketch.cells[node] = -1
                 sketch.tail_cells[node] = tail.cell
 
@@ -163,39 +220,34 @@ class Grower:
         sketch.masses[node] = mass
         if self.path is None:
             return  # the lists do not depend on the path: the same nodes would be chosen
-        sketch.states[node] = self.path.descend(sketch.states[sketch.parents[node]], token)
         reserved = sketch.below(node)
         if reserved:
+            sketch.states[node] = self.path.descend(sketch.states[sketch.parents[node]], token)
             self.grow(sketch, node, reserved)
             self.choose_slots(sketch, reserved)
 
-    def _candidates(self, sketch: Sketch, node: int) -> Sequence[Child]:
-        depth = sketch.depths[node] + 1
-        shared: Sequence[Child] = self._lists[depth - 1] if depth <= len(self._lists) else ()
-        if self.path is None or depth > self.path.max_depth:
-            return shared
-        suggested = {s.token: s for s in self.path.children(sketch.states[node])}
-        if not suggested:
-            return shared
-        merged = []
-        for child in shared:
-            s = suggested.pop(child.token, None)
-            if s is None:
-                merged.append(child)
-            else:
-                score = self._scorer.score(child.log_q, s.prob, s.order, depth)
-                merged.append(Child(child.token, score.c, score.cell, child.log_q))
-        for s in suggested.values():
-            score = self._scorer.score(NO_LOG_Q, s.prob, s.order, depth)
-            merged.append(Child(s.token, score.c, score.cell, NO_LOG_Q))
-        merged.sort(key=lambda child: -child.c)
-        return merged
-
-    def _put(self, sketch: Sketch, node: int, parent: int, child: Child) -> None:
-        sketch.tokens[node], sketch.steps[node], sketch.cells[node], sketch.log_q[node] = child
-        sketch.parents[node] = parent
-        sketch.depths[node] = sketch.depths[parent] + 1
-        sketch.sampled[node] = False
-        sketch.tail_cells[node] = -1
-        if self.path is not None:
-            sketch.states[node] = self.path.descend(sketch.states[parent], child.token)
+    def _suggestions(self, state: Hashable, depth: int) -> _Suggested | None:
+        """The path proposer's children of a state, scored; None where it has none."""
+        assert self.path is not None
+        key = depth, state
+        if key in self._known:
+            return self._known[key]
+        found = self.path.children(state)
+        if not found:
+            self._known[key] = None
+            return None
+        log_q: dict[int, float] = {}
+        if depth <= len(self._lists):
+            known = self._log_q[depth - 1]
+            if known is None:
+                known = self._log_q[depth - 1] = {child[0]: child[3] for child in self._lists[depth - 1]}
+            log_q = known
+        score, ranked = self._scorer.score, []
+        for token, prob, order in found:
+            lq = log_q.get(token, NO_LOG_Q)
+            c, cell = score(lq, prob, order, depth)
+            ranked.append((token, c, cell, lq))
+        if len(ranked) > 1:
+            ranked.sort(key=_by_c, reverse=True)
+        self._known[key] = made = _Suggested(ranked, {child[0] for child in ranked})
+        return made

@@ -8,9 +8,9 @@ outside this interface needs to change for a new proposer.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,17 +33,18 @@ class PathCandidate(NamedTuple):
 class PathProposer(Protocol):
     """Proposes children of one request's nodes from the path drafted so far.
 
-    States are opaque to the tree. `root` is the state at the pending token; `descend` follows one drafted
-    token; `children` may suggest any tokens, in any order, each once. `max_depth`: deepest useful child.
+    States are opaque to the tree, and hashable: equal ones have the same children for as long as the round lasts.
+    `root` is the state at the pending token; `descend` follows one drafted token; `children` may suggest any tokens,
+    in any order, each once, as the fields of a `PathCandidate`. `max_depth`: deepest useful child.
     """
 
     max_depth: int
 
-    def root(self) -> Hashable: ...
+    def root(self) -> Any: ...
 
-    def descend(self, state: Hashable, token: int) -> Hashable: ...
+    def descend(self, state: Any, token: int) -> Any: ...
 
-    def children(self, state: Hashable) -> Sequence[PathCandidate]: ...
+    def children(self, state: Any) -> Sequence[tuple[int, float, int]]: ...
 
 
 class DepthLaws:

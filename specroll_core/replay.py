@@ -11,7 +11,7 @@ The trajectories must come from the same law (model, temperature, filters) that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,9 +19,10 @@ from torch import Tensor
 
 from specroll_core.growth import TreeOptions
 from specroll_core.head_training import HeadRows
-from specroll_core.heads import FutureTokenHeads, ProposalVocabulary
-from specroll_core.law import LawParams, token_logprobs
-from specroll_core.proposal import propose_from_logits
+from specroll_core.heads import FutureTokenHeads
+from specroll_core.proposal import PathProposer
+from specroll_core.reflex import Reflex
+from specroll_core.replay_guesses import HeadGuesses, RealisedDraws, head_guesses
 from specroll_core.scorer import CountTableScorer
 from specroll_core.tree import DraftTree, build_tree
 from specroll_core.verify import slot_law
@@ -60,59 +61,131 @@ def predicted_acceptance(
     scorer: CountTableScorer | None = None,
     batch_rows: int = 64,
 ) -> AcceptanceReport:
-    """Expected tokens per step with `nodes` nodes per round (root included) on the trajectories of `rows`.
+    """Expected tokens per step of heads alone with `nodes` nodes per round, root included, on recorded trajectories.
 
     scorer: starts from it and updates it as serving would, each start scored before it is learned from.
     """
+    guesses = head_guesses(
+        heads,
+        rows,
+        lm_head,
+        embedding,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        batch_rows=batch_rows,
+    )
+    return replay(guesses, rows, nodes=nodes, options=options, scorer=scorer, batch_rows=batch_rows)
+
+
+@torch.no_grad()
+def replay(
+    guesses: HeadGuesses,
+    rows: HeadRows,
+    *,
+    nodes: int,
+    options: TreeOptions | None = None,
+    scorer: CountTableScorer | None = None,
+    reflex: Reflex | None = None,
+    prompts: Mapping[int, Sequence[int]] | None = None,
+    batch_rows: int = 64,
+) -> AcceptanceReport:
+    """Expected tokens per step of heads, with Reflex where it is given.
+
+    reflex: opened, fed and closed as serving would; trajectories of one prompt are generated side by side, one token
+    each at a time, with the prompt as their group's key. prompts: token ids by `rows.prompt`, needed with reflex.
+    """
     scorer = scorer or CountTableScorer()
     options = options or TreeOptions()
-    vocabulary = ProposalVocabulary(lm_head)
-    K = heads.spec.heads
-    reach = torch.zeros(len(rows), K + 1, dtype=torch.float64)
-    log_p = torch.zeros(len(rows))
-    starts = torch.arange(len(rows), device=rows.tokens.device)
-    for index in starts.split(batch_rows):
-        params = LawParams.build(
-            [temperature] * len(index), [top_k] * len(index), [top_p] * len(index), [min_p] * len(index), index.device
-        )
-        logits = torch.nn.functional.linear(rows.hidden[index].to(lm_head.dtype), lm_head)
-        log_p[index.cpu()] = token_logprobs(logits, rows.tokens[index], params).cpu()
-    for index in starts.split(batch_rows):
+    assert reflex is None or prompts is not None
+    depth = options.max_depth if reflex is not None else min(options.max_depth, guesses.depth)
+    reach = torch.zeros(len(rows), depth + 1, dtype=torch.float64)
+    batches = _by_prompt(rows) if reflex is not None else torch.arange(len(rows)).split(batch_rows)
+    ahead, inside = _ahead(rows, depth)
+    for index in batches:
         n = len(index)
-        params = LawParams.build([temperature] * n, [top_k] * n, [top_p] * n, [min_p] * n, index.device)
-        dtype = lm_head.dtype
-        z = heads(rows.hidden[index].to(dtype), embedding[rows.tokens[index]].to(dtype))
-        proposal = propose_from_logits(vocabulary.logits(z), params, vocabulary)
-        uniforms = torch.full((n, nodes), 0.5, dtype=torch.float64, device=index.device)
-        greedy = [temperature == 0] * n
+        paths: Sequence[PathProposer | None] = ()
+        if reflex is not None and prompts is not None:
+            paths = _advance(reflex, rows, index, prompts)
+        proposal, draws = guesses.proposal(index, ahead[index], paths)
+        uniforms = torch.full((n, nodes), 0.5, dtype=torch.float64, device=ahead.device)
+        greedy = [guesses.temperature == 0] * n
         tree = build_tree(rows.tokens[index].tolist(), proposal, scorer, [nodes] * n, uniforms, greedy, options)
-        assert proposal.laws is not None
-        reach[index.cpu()] = _walk(tree, rows, index, log_p.to(index.device), proposal.laws.probs, scorer, K).cpu()
+        reach[index] = _walk(tree, index, ahead[index], inside[index], guesses.log_p, draws, scorer).cpu()
+        if reflex is not None:
+            for i in index[~inside[index, 0].cpu()].tolist():
+                reflex.close(int(rows.sequence[i]))
     return _expected_steps(rows, reach)
 
 
+def _by_prompt(rows: HeadRows) -> Iterator[Tensor]:
+    """Positions of the trajectories of one prompt after another: their first tokens, their second ones, ..."""
+    firsts = torch.ones(len(rows), dtype=torch.bool)
+    firsts[1:] = (rows.sequence[1:] != rows.sequence[:-1]).cpu()
+    starts = firsts.nonzero().squeeze(1)
+    lengths = torch.diff(torch.cat([starts, torch.tensor([len(rows)])]))
+    prompts = rows.prompt.cpu()[starts]
+    for prompt in prompts.unique():
+        mine = prompts == prompt
+        for place in range(int(lengths[mine].max())):
+            yield starts[mine][lengths[mine] > place] + place
+
+
+def _advance(
+    reflex: Reflex, rows: HeadRows, index: Tensor, prompts: Mapping[int, Sequence[int]]
+) -> list[PathProposer | None]:
+    """Tells Reflex the pending tokens at `index`, one more of each trajectory, and returns what proposes there."""
+    slots = rows.sequence[index].tolist()
+    begin = (index == 0) | (rows.sequence[index - 1] != rows.sequence[index]).cpu()
+    where = zip(slots, rows.prompt[index].tolist(), rows.tokens[index].tolist(), begin.tolist(), strict=True)
+    for slot, prompt, token, first in where:
+        if first:
+            reflex.open(slot, prompts[prompt], group_key=prompt)
+        reflex.observe(slot, [token])
+    return [reflex.proposer(slot) for slot in slots]
+
+
+def _ahead(rows: HeadRows, depth: int) -> tuple[Tensor, Tensor]:
+    """[P, depth] the tokens that follow each position, and whether they belong to its trajectory."""
+    device = rows.tokens.device
+    at = torch.arange(len(rows), device=device)[:, None] + torch.arange(1, depth + 1, device=device)
+    inside = at < len(rows)
+    at = at.clamp_max(len(rows) - 1)
+    inside &= rows.sequence[at] == rows.sequence[:, None]
+    return rows.tokens[at], inside
+
+
 def _walk(
-    tree: DraftTree, rows: HeadRows, index: Tensor, log_p: Tensor, probs: Tensor, scorer: CountTableScorer, depth: int
+    tree: DraftTree,
+    index: Tensor,
+    ahead: Tensor,
+    inside: Tensor,
+    log_p: Tensor,
+    draws: RealisedDraws,
+    scorer: CountTableScorer,
 ) -> Tensor:
-    """[n, depth + 1] float64: probability that a round from row `index` accepts at least d tokens."""
-    n = len(index)
-    out = torch.zeros(n, depth + 1, dtype=torch.float64, device=index.device)
+    """[n, D + 1] float64: probability that a round from row `index` accepts at least d tokens."""
+    n, depth = ahead.shape
+    device = ahead.device
+    out = torch.zeros(n, depth + 1, dtype=torch.float64, device=device)
     out[:, 0] = 1.0
-    node = torch.zeros(n, dtype=torch.int64, device=index.device)
-    weight = torch.ones(n, dtype=torch.float64, device=index.device)
-    for d in range(1, depth + 1):
-        at = index + d
-        inside = at < len(rows)
-        at = at.clamp_max(len(rows) - 1)
-        inside &= rows.sequence[at] == rows.sequence[index]
-        x = rows.tokens[at]
-        children = (tree.parents == node[:, None]) & tree.valid & (inside & (weight > 0))[:, None]
+    node = torch.zeros(n, dtype=torch.int64, device=device)
+    weight = torch.ones(n, dtype=torch.float64, device=device)
+    index, request = index.to(device), torch.arange(n, device=device)
+    for d in range(1, min(depth, tree.depth) + 1):
+        x = ahead[:, d - 1]
+        children = (tree.parents == node[:, None]) & tree.valid & (inside[:, d - 1] & (weight > 0))[:, None]
         slots = children & tree.sampled
-        hits = children & ~slots & (tree.tokens == x[:, None])
-        in_s, has_slot = hits.any(-1), slots.any(-1)
-        q_x = slot_law(tree, children, slots, probs[:, d - 1], x)
-        accept = torch.where(has_slot & ~in_s, (q_x / log_p[at].double().exp()).clamp(0, 1), 0.0)
         deterministic = children & ~slots
+        hits = deterministic & (tree.tokens == x[:, None])
+        in_s, has_slot = hits.any(-1), slots.any(-1)
+        accept = torch.zeros(n, dtype=torch.float64, device=device)
+        if d <= draws.depth and bool(has_slot.any()):
+            q = draws.q(request, torch.full_like(request, d), x[:, None]).squeeze(1)
+            p = log_p[(index + d).clamp_max(len(log_p) - 1)].double().exp()
+            accept = (slot_law(tree, children, slots, q, x) / p).clamp(0, 1)
+            accept = torch.where(has_slot & ~in_s, accept, 0.0)
         scorer.update(tree.cells[deterministic], hits[deterministic].double())
         scorer.update_tails(tree.tail_cells[slots], accept[has_slot], (~in_s)[has_slot].double())
         weight = torch.where(in_s, weight, weight * accept)

@@ -45,6 +45,12 @@ _WINDOW = 4096.0
 # heads after 7,000 rows, at temperature 1.
 _PRIOR_TAIL = 0.3
 
+# Bins of small numbers, which orders and depths are, ready for addition; beyond them the last bin goes on.
+_TABLED = 16
+_LOG_Q_STRIDE, _MEMORY_STRIDE = CELLS // 9, CELLS // 72
+_ORDER_OFFSET = [4 * bisect_right(ORDER_EDGES, order) for order in range(_TABLED)]
+_DEPTH_BIN = [bisect_right(DEPTH_EDGES, depth) for depth in range(_TABLED)]
+
 
 class Score(NamedTuple):
     """c, and the cell to credit with the outcome (-1 for none)."""
@@ -103,20 +109,24 @@ class CountTableScorer:
         return c, cells
 
     def score(self, log_q: float, memory: float, order: int, depth: int) -> Score:
-        if self._lists is None:
-            hits, trials = self.counts.tolist()
-            self._lists = hits, trials
-        depth_bin = _depth_bin(depth)
-        cell = _cell(
-            bisect_right(LOG_Q_EDGES, log_q),
-            bisect_right(MEMORY_EDGES, memory),
-            bisect_right(ORDER_EDGES, order),
-            depth_bin,
+        # Called for every candidate of a memory: tables instead of searches, and no check in making the tuple.
+        hits, trials = self._lists or self._refresh()
+        cell = (
+            bisect_right(LOG_Q_EDGES, log_q) * _LOG_Q_STRIDE
+            + bisect_right(MEMORY_EDGES, memory) * _MEMORY_STRIDE
+            + (_ORDER_OFFSET[order] if order < _TABLED else _ORDER_OFFSET[-1])
+            + (_DEPTH_BIN[depth] if depth < _TABLED else _DEPTH_BIN[-1])
         )
-        from_head = min(0.9, math.exp(log_q * self._tau_power(depth)))
-        prior = 1 - (1 - from_head) * (1 - 0.6 * memory)
-        hits, trials = self._lists
-        return Score((hits[cell] + _PRIOR_TRIALS * prior) / (trials[cell] + _PRIOR_TRIALS), cell)
+        powers = self._power
+        from_head = math.exp(log_q * (powers[depth - 1] if depth <= len(powers) else powers[-1]))
+        prior = 1 - (1 - (from_head if from_head < 0.9 else 0.9)) * (1 - 0.6 * memory)
+        c = (hits[cell] + _PRIOR_TRIALS * prior) / (trials[cell] + _PRIOR_TRIALS)
+        return tuple.__new__(Score, (c, cell))
+
+    def _refresh(self) -> tuple[list[float], list[float]]:
+        hits, trials = self.counts.tolist()
+        self._lists = hits, trials
+        return self._lists
 
     def tail(self, depth: int, mass: float, remainder: float) -> Score:
         if self._tail_lists is None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specroll_core.growth import UNUSED, Child, Grower, Sketch, TreeOptions
+from specroll_core.growth import UNUSED, Grower, Sketch, TreeOptions
 from specroll_core.proposal import Proposal
 from specroll_core.scorer import Scorer
 
@@ -115,7 +115,7 @@ def _growers(proposal: Proposal, scorer: Scorer, options: TreeOptions, nodes: in
     law_depth = proposal.laws.depth if proposal.laws is not None else 0
     growers = []
     for row, by_depth in enumerate(columns):
-        lists = [list(map(Child._make, zip(*level, strict=True))) for level in zip(*by_depth, strict=True)]
+        lists = [list(zip(*level, strict=True)) for level in zip(*by_depth, strict=True)]
         growers.append(Grower(lists, scorer, proposal.path(row), law_depth, options))
     return growers
 

@@ -205,15 +205,14 @@ def _draw_with_slots(
 
 
 def slot_law(tree: DraftTree, children: Tensor, slots: Tensor, q: Tensor, token: Tensor) -> Tensor:
-    """q_S(token) [n] float64 at the slots of one node per row; 0 on S, outside q's columns and without a live slot.
+    """q_S(token) [n] float64 at the slots of one node per row; 0 on S and without a live slot.
 
-    children, slots: [n, N] bool; q: [n, M] the law over columns, all of the vocabulary; token: [n].
+    children, slots: [n, N] bool; token: [n]; q: [n], the head's probability of the token.
     """
     slot = slots.to(torch.int64).argmax(-1, keepdim=True)
     mass = torch.where(slots.any(-1), tree.slot_mass.gather(1, slot).squeeze(1), 0.0)
     in_s = (children & ~slots & (tree.tokens == token[:, None])).any(-1)
-    value = q.gather(1, token[:, None]).squeeze(1).double() / mass.clamp_min(_MIN_MASS)
-    return torch.where((mass > _MIN_MASS) & ~in_s, value, 0.0)
+    return torch.where((mass > _MIN_MASS) & ~in_s, q.double() / mass.clamp_min(_MIN_MASS), 0.0)
 
 
 def _accept_wrongly(

@@ -1,0 +1,168 @@
+"""Reflex's state, one per request slot of a serving worker: opened with the prompt, fed with what is emitted, closed.
+
+What it holds is a function of the tokens alone, so a request that was interrupted goes on as if it had not been: open
+its slot again with the prompt and its own tokens. Opening a slot drops whatever it held before.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from specroll_core.memory import ORDERS, MemoryOptions, TrajectoryMemory
+from specroll_core.memory_store import BYTES_PER_ENTRY, Stream, TokenStore, fingerprint
+
+# What a slot holds beside its store: the last tokens, and the states of one round.
+_SLOT_BYTES = 64 << 10
+# Completions of one group that were left and may be taken up again.
+_MOST_LEFT = 256
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ReflexOptions:
+    """memory: `path` matches inside the draft too, `suffix` from the context only, `off` proposes nothing.
+
+    slot_tokens: of one request's prompt and own tokens, the most recent are remembered. siblings: requests opened with
+    one group key learn from each other while they are generated, within group_tokens for each group and group_bytes for
+    all. table: other prompts' rollouts that have ended are remembered within table_bytes.
+    """
+
+    memory: Literal["path", "suffix", "off"] = "path"
+    slot_tokens: int = 8192
+    siblings: bool = True
+    group_tokens: int = 16384
+    group_bytes: int = 64 * _MIB
+    table: bool = False
+    table_bytes: int = 16 * _MIB
+    matching: MemoryOptions = field(default_factory=MemoryOptions)
+
+    def __post_init__(self) -> None:
+        if self.slot_tokens < 64 or self.group_tokens < 64:
+            raise ValueError("slot_tokens and group_tokens must be at least 64.")
+        if self.group_bytes < self.group_tokens * BYTES_PER_ENTRY:
+            raise ValueError(
+                f"group_bytes = {self.group_bytes} must hold at least one group: {BYTES_PER_ENTRY} bytes for each of "
+                "group_tokens."
+            )
+        if self.table_bytes < 64 * BYTES_PER_ENTRY:
+            raise ValueError(f"table_bytes must be at least {64 * BYTES_PER_ENTRY}.")
+
+    def bytes_bound(self, slots: int) -> int:
+        """What Reflex holds at most with so many slots open, in bytes."""
+        per_slot = self.slot_tokens * BYTES_PER_ENTRY + _SLOT_BYTES
+        return slots * per_slot + self.siblings * self.group_bytes + self.table * self.table_bytes
+
+
+class _Group:
+    """The prompt of one group and what its siblings have generated so far, in one store."""
+
+    def __init__(self, prompt: Sequence[int], capacity: int) -> None:
+        self.store = TokenStore(capacity)
+        self.fingerprint = hash(tuple(prompt))
+        self.open = 0
+        self._start = tuple(prompt[-ORDERS:])
+        self._left: OrderedDict[int, Stream] = OrderedDict()
+        Stream(self.store, prompt[-(capacity // 2) :])
+
+    def stream(self, own: Sequence[int]) -> Stream:
+        """A completion that so far holds `own`: one that was left there, or a new one.
+
+        The prompt's end stands before each, so that first tokens are matched as well.
+        """
+        tokens = (*self._start, *own)
+        return self._left.pop(fingerprint(tokens), None) or Stream(self.store, tokens)
+
+    def leave(self, stream: Stream) -> None:
+        """Notes where a completion stopped: it may be taken up again."""
+        self._left[stream.fingerprint] = stream
+        if len(self._left) > _MOST_LEFT:
+            self._left.popitem(last=False)
+
+
+@dataclass(slots=True)
+class _Slot:
+    memory: TrajectoryMemory
+    stream: Stream
+    group: _Group | None
+    emitted: int
+
+
+class Reflex:
+    """State of all slots of one worker. Not thread-safe: called between the steps of one scheduler."""
+
+    def __init__(self, options: ReflexOptions | None = None) -> None:
+        self.options = options or ReflexOptions()
+        self._matching = replace(self.options.matching, inside_starts=self.options.memory == "path")
+        self._slots: dict[int, _Slot] = {}
+        self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
+        self._most_groups = self.options.group_bytes // (self.options.group_tokens * BYTES_PER_ENTRY)
+        self._table = TokenStore(self.options.table_bytes // BYTES_PER_ENTRY) if self.options.table else None
+
+    def open(
+        self, slot: int, prompt_ids: Sequence[int], group_key: Hashable | None = None, own_ids: Sequence[int] = ()
+    ) -> None:
+        """Begins a request, or takes up one that was interrupted after it had emitted `own_ids`.
+
+        group_key: equal for requests that share this very prompt and may learn from each other; None for none.
+        """
+        self._drop(slot)
+        if self.options.memory == "off":
+            return
+        group = self._group(group_key, prompt_ids) if self.options.siblings and group_key is not None else None
+        if group is not None:
+            stream = group.stream(own_ids)
+            group.open += 1
+        else:
+            stream = Stream(TokenStore(self.options.slot_tokens), (*prompt_ids, *own_ids))
+        context = (*prompt_ids[-ORDERS:], *own_ids[-ORDERS:])
+        memory = TrajectoryMemory(stream.store, context, self._table, self._matching)
+        self._slots[slot] = _Slot(memory, stream, group, len(own_ids))
+
+    def observe(self, slot: int, tokens: Sequence[int]) -> None:
+        """Adds what the slot's request has emitted. Slots that are not open are passed over."""
+        state = self._slots.get(slot)
+        if state is not None and tokens:
+            state.stream.extend(tokens)
+            state.memory.observe(tokens)
+            state.emitted += len(tokens)
+
+    def proposer(self, slot: int) -> TrajectoryMemory | None:
+        """What proposes for the slot's next round; None where it is not open."""
+        state = self._slots.get(slot)
+        return None if state is None else state.memory
+
+    def close(self, slot: int, ended: bool = True) -> None:
+        """Drops a slot's state: its request has finished or was aborted or, with ended=False, is to be taken up again.
+
+        What an ended request has emitted goes into the table of other prompts' rollouts, where there is one.
+        """
+        state = self._slots.get(slot)
+        if state is not None and ended and self._table is not None:
+            Stream(self._table, state.stream.last(state.emitted + ORDERS))
+        self._drop(slot)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def _drop(self, slot: int) -> None:
+        state = self._slots.pop(slot, None)
+        if state is not None and state.group is not None:
+            state.group.open -= 1
+            state.group.leave(state.stream)
+
+    def _group(self, key: Hashable, prompt: Sequence[int]) -> _Group | None:
+        """The group of a key, made where there is room: the one idle for longest gives way, one in use never does."""
+        group = self._groups.get(key)
+        if group is not None:
+            self._groups.move_to_end(key)
+            return group if group.fingerprint == hash(tuple(prompt)) else None
+        if len(self._groups) >= self._most_groups:
+            idle = next((k for k, g in self._groups.items() if g.open == 0), None)
+            if idle is None:
+                return None
+            del self._groups[idle]
+        group = self._groups[key] = _Group(prompt, self.options.group_tokens)
+        return group
