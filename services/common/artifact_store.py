@@ -162,6 +162,11 @@ class ArtifactStore:
             shutil.rmtree(doomed, ignore_errors=True)
         return gone
 
+    def point_latest(self, version: int) -> None:
+        """Makes `latest` name a version that exists, in one rename. Raises ArtifactError where it does not."""
+        self.open(version)
+        self._point_latest(version)
+
     def new_temporary(self, version: int) -> Path:
         """An empty directory to fill and `commit`. Sweeps what killed processes have left on the way."""
         self.sweep()

@@ -119,7 +119,14 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
             granted_total=counts["granted_total"],
             workers=self._workers.ids(),
             finished=self.finished,
+            policy=self._current_policy(),
         )
+
+    def _current_policy(self) -> artifact_pb2.ArtifactRef | None:
+        policy = self._policies.latest()
+        if policy is None:
+            return None
+        return artifact_pb2.ArtifactRef(version=policy.version, path=str(policy.path), digest=policy.digest)
 
     def _know(self, worker_id: str, version: int, digest: str, context) -> None:
         if not self._workers.heartbeat(worker_id, version, digest):
