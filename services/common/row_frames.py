@@ -55,7 +55,8 @@ class RowFrame:
             "hidden": self.hidden.to(torch.bfloat16).contiguous(),
             _NUMBERS: numbers,
         }
-        return save(tensors, metadata={"format": _FORMAT})
+        data: bytes = save(tensors, metadata={"format": _FORMAT})
+        return data
 
     @staticmethod
     def from_bytes(data: bytes) -> RowFrame:

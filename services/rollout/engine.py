@@ -230,11 +230,11 @@ class RolloutEngine:
                 assert len(tokens) == len(logprobs), f"{len(logprobs)} log-probabilities for {len(tokens)} tokens"
                 self._tokens_total += len(tokens) - sent
                 completion = _completion(meta, tokens, logprobs) if meta["finish_reason"] is not None else None
+                if completion is not None and self.observer is not None:
+                    self.observer(request_id, prompt_ids, sampling, completion)
                 yield CompletionDelta(tokens[sent:], logprobs[sent:], completion)
                 sent = len(tokens)
                 if completion is not None:
-                    if self.observer is not None:
-                        self.observer(request_id, prompt_ids, sampling, completion)
                     return
         finally:
             del self._active[request_id]
@@ -363,7 +363,6 @@ class RolloutEngine:
 
     async def or_failure(self, awaitable: Awaitable[T]) -> T:
         """The awaitable's result, or EngineError as soon as the engine is dead."""
-        self._attach()
         assert self._failed is not None
         task = asyncio.ensure_future(awaitable)
         try:

@@ -10,6 +10,8 @@ from prometheus_client.registry import Collector
 
 from services.rollout.grading import GradingPool
 from services.rollout.group_runner import GroupRunner
+from services.rollout.heads_control import HeadsControl
+from services.rollout.heads_feedback import FeedbackForwarder
 from services.rollout.policy import ServedPolicy
 from services.rollout.prompt_loop import PromptLoop
 
@@ -17,11 +19,21 @@ from services.rollout.prompt_loop import PromptLoop
 class WorkerCollector(Collector):
     """Reads the counters that the worker's parts keep. Reading is safe from the metrics server's thread."""
 
-    def __init__(self, runner: GroupRunner, loop: PromptLoop, policy: ServedPolicy, grader: GradingPool) -> None:
+    def __init__(
+        self,
+        runner: GroupRunner,
+        loop: PromptLoop,
+        policy: ServedPolicy,
+        grader: GradingPool,
+        heads: HeadsControl,
+        feedback: FeedbackForwarder | None,
+    ) -> None:
         self._runner = runner
         self._loop = loop
         self._policy = policy
         self._grader = grader
+        self._heads = heads
+        self._feedback = feedback
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("specroll_policy_version", "served", value=self._policy.served.version)
@@ -36,6 +48,15 @@ class WorkerCollector(Collector):
             graded.add_metric([status.value], count)
         yield graded
         yield CounterMetricFamily("specroll_grader_restarts", "processes replaced", value=self._grader.restarts)
+        yield GaugeMetricFamily("specroll_heads_version", "served, 0 for none", value=self._heads.version)
+        yield CounterMetricFamily("specroll_heads_swaps", "committed", value=self._heads.swaps)
+        refused = CounterMetricFamily("specroll_heads_refused", "swaps refused by cause", labels=["cause"])
+        for cause, count in self._heads.refused.items():
+            refused.add_metric([cause], count)
+        yield refused
+        if self._feedback is not None:
+            for name, count in dict(self._feedback.counters).items():
+                yield CounterMetricFamily(f"specroll_feedback_{name}", "see docs/watcher.md", value=count)
 
 
 def registry(collector: WorkerCollector) -> CollectorRegistry:

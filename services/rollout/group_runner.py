@@ -85,7 +85,7 @@ class GroupRunner:
             token_ids=tuple(completion.token_ids),
             logprobs=tuple(completion.logprobs),
             policy_version_spans=tuple(completion.policy_version_spans),
-            head_version_spans=(),
+            head_version_spans=tuple(completion.head_version_spans),
             finish_reason=completion.finish_reason,
             reward=grade.reward,
             reward_status=grade.status,

@@ -21,6 +21,8 @@ from services.common.wire import (
 from services.rollout.completion import PolicyUpdateError
 from services.rollout.engine import RolloutEngine
 from services.rollout.group_runner import GroupRunner
+from services.rollout.heads_control import HeadsRefused
+from services.rollout.heads_service import CannotRead, WorkerHeads
 from services.rollout.policy import PauseMode, Served, ServedPolicy
 from services.rollout.policy_store import PolicyStore
 from services.rollout.prompt_loop import PromptLoop
@@ -44,15 +46,19 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         policy: ServedPolicy,
         store: PolicyStore,
         loop: PromptLoop,
+        heads: WorkerHeads,
         *,
         worker_id: str,
+        chaos: bool = False,
     ) -> None:
         self._engine = engine
         self._runner = runner
         self._policy = policy
         self._store = store
         self._loop = loop
+        self._heads = heads
         self._worker_id = worker_id
+        self._chaos = chaos
 
     async def Generate(self, request, context) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         request_id = request.request_id or f"generate-{secrets.token_hex(8)}"
@@ -108,11 +114,44 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             policy_version=served.version, pause_seconds=report.pause_seconds, in_flight=report.in_flight
         )
 
+    async def SwapHeads(self, request_iterator, context):
+        header = (await anext(aiter(request_iterator))).header
+        if not header.heads.digest:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a header with heads")
+        try:
+            served = await self._heads.swap(header, (message.chunk async for message in request_iterator))
+        except CannotRead as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except HeadsRefused as error:
+            missing = error.kind in ("not_prepared", "off")
+            code = grpc.StatusCode.FAILED_PRECONDITION if missing else grpc.StatusCode.DATA_LOSS
+            await context.abort(code, str(error))
+        except ArtifactError as error:
+            await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
+        return rollout_pb2.SwapHeadsResponse(
+            heads_version=served.version, heads_checksum=served.checksum, commit_seconds=served.commit_seconds
+        )
+
+    async def DisturbHeads(self, request, context):
+        if not self._chaos:
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "rollout.chaos is not set on this worker")
+        try:
+            await self._heads.disturb(request.deviation, request.seed)
+        except HeadsRefused as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return rollout_pb2.DisturbHeadsResponse()
+
     async def GetStatus(self, request, context):
         status = await self._engine.status()
+        heads = await self._heads.served()
+        live, policy_checksum = await self._heads.checksums() if request.checksums else (heads.checksum, "")
         return rollout_pb2.RolloutStatus(
             worker_id=self._worker_id,
             policy_version=self._policy.served.version,
+            heads_version=heads.version,
+            heads_checksum=live,
+            heads_digest=heads.digest,
+            policy_checksum=policy_checksum,
             running=status.running,
             groups_in_flight=self._loop.in_flight,
             tokens_total=status.tokens_total,

@@ -64,12 +64,17 @@ class HeadsControl:
         self._wire = asyncio.Lock()
         self._prepared: tuple[str, int, str] | None = None  # ticket, version, digest
         self.refused: Counter[str] = Counter()
+        # As of the last look.
+        self.version = 0
+        self.swaps = 0
 
     async def state(self) -> ServedHeads:
         """What serves now."""
         record = await self._record()
         fields = ("version", "digest", "checksum", "commit_seconds", "swaps")
-        return ServedHeads(**{name: record[name] for name in fields})
+        served = ServedHeads(**{name: record[name] for name in fields})
+        self.version, self.swaps = served.version, served.swaps
+        return served
 
     async def prepare(self, directory: Path, version: int, digest: str) -> None:
         """Loads, checks and stages an artifact. Raises HeadsRefused, with nothing changed."""
@@ -148,6 +153,7 @@ class HeadsControl:
         return (await self._engine.internal_state()).get(heads_names.STATE_KEY) or {}
 
     async def _call(self, method: str, **parameters: Any) -> None:
+        await self._engine.status()  # raises where the engine is dead
         async with self._wire:
             success, message = await self._engine.or_failure(
                 asyncio.to_thread(_exchange, self._socket, method, parameters)

@@ -55,7 +55,7 @@ class FeedbackForwarder:
         self._producer = StreamProducer(client, keys.feedback, FEEDBACK_LIMITS)
         self._rows = RowStream(client, keys.feedback_rows, config.max_row_bytes)
         self._directory = tempfile.TemporaryDirectory(prefix="specroll-feedback-")
-        self._socket = zmq.Context.instance().socket(zmq.PULL)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, _QUEUE_FRAMES)
         address = f"ipc://{Path(self._directory.name) / 'rows'}"
         self._socket.bind(address)

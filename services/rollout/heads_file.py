@@ -94,7 +94,7 @@ def weights_checksum(state: Mapping[str, Tensor], dtype: torch.dtype | None = No
     for name in sorted(state):
         value = state[name].detach().to("cpu", dtype or state[name].dtype).contiguous()
         digest.update(name.encode())
-        digest.update(value.view(torch.uint8).numpy())
+        digest.update(value.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

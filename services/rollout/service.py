@@ -19,6 +19,7 @@ from services.common import grpc_setup, lifecycle
 from services.common.keys import RunKeys
 from services.common.logs import setup_logging
 from services.common.metrics import serve_metrics
+from services.common.run_board import RunBoard
 from services.common.streams import StreamProducer
 from services.common.wire import serialize_trajectory_group
 from services.config import Config, RolloutConfig
@@ -29,6 +30,8 @@ from services.rollout.exposition import WorkerCollector, registry
 from services.rollout.grading import GradingPool
 from services.rollout.group_runner import GroupRunner
 from services.rollout.grpc_server import RolloutServicer
+from services.rollout.heads_feedback import FeedbackForwarder
+from services.rollout.heads_service import WorkerHeads, announce_for_ever, engine_with_heads
 from services.rollout.learner_link import FirstContact, LearnerLink
 from services.rollout.policy import Served, ServedPolicy
 from services.rollout.policy_store import PolicyStore
@@ -63,6 +66,7 @@ class RolloutWorker:
         self._bind = (rollout.host, port)
         self._address = f"{advertised_host(rollout)}:{port}"
         self._store = PolicyStore(cache)
+        self._heads_store = PolicyStore(cache / "heads")
 
     def run(self) -> None:
         """Serves until the run is over or `stop` is set. Raises where it cannot go on."""
@@ -72,9 +76,14 @@ class RolloutWorker:
             model_dir = self._store.at_path(answer.policy)
             if model_dir is None:
                 model_dir = self._store.from_chunks(answer.policy, learner.fetch(answer.policy.version))
+        client, keys = queue.connect(config), RunKeys(answer.run_id)
+        self._board = RunBoard(client, keys)
+        self._feedback: FeedbackForwarder | None = None
+        if config.rollout.engine.speculation.enabled and config.watcher.enabled:
+            self._feedback = FeedbackForwarder(client, keys, config.watcher, worker_id=self.worker_id)
         log.info("loading policy version %d", answer.policy.version)
         engine = RolloutEngine.start(
-            config=config.rollout.engine,
+            config=engine_with_heads(config, self._board, self._heads_store, model_dir),
             dtype=config.model.dtype,
             model_dir=model_dir,
             policy_version=answer.policy.version,
@@ -86,6 +95,8 @@ class RolloutWorker:
             asyncio.run(self._serve(engine, model_dir, answer))
         finally:
             engine.close()
+            if self._feedback is not None:
+                self._feedback.close()
 
     async def _serve(self, engine: RolloutEngine, model_dir: Path, answer: learner_pb2.RegisterResponse) -> None:
         config = self._config
@@ -97,6 +108,9 @@ class RolloutWorker:
         grader = GradingPool(config.reward)
         await grader.start()
         runner = GroupRunner(engine, grader, load_tokenizer(model_dir), worker_id=self.worker_id)
+        if self._feedback is not None:
+            engine.observer = self._feedback.note
+        heads = WorkerHeads(engine.heads, self._heads_store, speculation=config.rollout.engine.speculation.enabled)
 
         async def publish(group: TrajectoryGroup) -> None:
             await asyncio.to_thread(
@@ -123,15 +137,22 @@ class RolloutWorker:
             learner_timeout=config.rollout.learner_timeout_seconds,
         )
         server = grpc_setup.aio_server(*self._bind, security=config.security)
-        servicer = RolloutServicer(engine, runner, policy, self._store, loop, worker_id=self.worker_id)
+        servicer = RolloutServicer(
+            engine, runner, policy, self._store, loop, heads, worker_id=self.worker_id, chaos=config.rollout.chaos
+        )
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server.grpc)
         await server.start()
         if config.rollout.metrics_port:
-            collector = WorkerCollector(runner, loop, policy, grader)
+            collector = WorkerCollector(runner, loop, policy, grader, engine.heads, self._feedback)
             serve_metrics(config.rollout.metrics_port, config.rollout.host, registry(collector))
         log.info("worker %s serves on %s", self.worker_id, self._address)
         try:
-            await self._until_first(loop.run(), self._watch_engine(engine), self._wait_for_stop())
+            await self._until_first(
+                loop.run(),
+                self._watch_engine(engine),
+                self._wait_for_stop(),
+                announce_for_ever(self._board, self.worker_id, self._address),
+            )
         finally:
             await server.stop()
             await grader.close()

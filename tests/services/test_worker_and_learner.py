@@ -25,6 +25,7 @@ from services.rollout.completion import Completion, UpdateReport
 from services.rollout.grading import Grade
 from services.rollout.group_runner import GroupRunner
 from services.rollout.grpc_server import RolloutServicer
+from services.rollout.heads_service import WorkerHeads
 from services.rollout.learner_link import LearnerLink
 from services.rollout.policy import Served, ServedPolicy
 from services.rollout.policy_store import PolicyStore
@@ -183,7 +184,8 @@ class WorkerEnd:
             link, runner, self.policy, capacity=2, publish=publish, load=load,
             heartbeat_seconds=self.heartbeat_seconds, learner_timeout=self.config.rollout.learner_timeout_seconds,
         )  # fmt: skip
-        servicer = RolloutServicer(self.engine, runner, self.policy, store, self.prompt_loop, worker_id="w1")
+        heads = WorkerHeads(None, store, speculation=False)
+        servicer = RolloutServicer(self.engine, runner, self.policy, store, self.prompt_loop, heads, worker_id="w1")
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server.grpc)
         await server.start()
         self.ready.set()

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import zmq
@@ -30,7 +31,7 @@ _LONGEST_FRAME = 512
 class _Open:
     """Rows of one request that have not left yet. next: position after the last of them."""
 
-    request: object
+    request: Any
     policy: str
     next: int
     tokens: list[Tensor] = field(default_factory=list)
@@ -44,7 +45,7 @@ class RowSender:
 
     def __init__(self, address: str, fraction: float, queue: int) -> None:
         self._threshold = int(fraction * 2**32)
-        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, queue)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address)

@@ -14,7 +14,10 @@ def test_the_counters_are_served_as_they_stand():
     loop = SimpleNamespace(counters=Counter(groups_failed=2), in_flight=4)
     policy = SimpleNamespace(served=SimpleNamespace(version=7), updates=6)
     grader = SimpleNamespace(counts={RewardStatus.OK: 23, RewardStatus.TIMEOUT: 1, RewardStatus.ERROR: 0}, restarts=1)
-    server = serve_metrics(0, "127.0.0.1", registry(WorkerCollector(runner, loop, policy, grader)))
+    heads = SimpleNamespace(version=3, swaps=2, refused=Counter(artifact=1))
+    feedback = SimpleNamespace(counters=Counter(frames=9))
+    collector = WorkerCollector(runner, loop, policy, grader, heads, feedback)
+    server = serve_metrics(0, "127.0.0.1", registry(collector))
     try:
         runner.counters["tokens"] += 5
         with urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10) as answer:
@@ -26,3 +29,6 @@ def test_the_counters_are_served_as_they_stand():
     assert lines["specroll_groups_failed_total"] == "2.0"
     assert lines['specroll_graded_total{status="timeout"}'] == "1.0"
     assert lines["specroll_grader_restarts_total"] == "1.0"
+    assert lines["specroll_heads_version"] == "3.0"
+    assert lines['specroll_heads_refused_total{cause="artifact"}'] == "1.0"
+    assert lines["specroll_feedback_frames_total"] == "9.0"

@@ -1,0 +1,125 @@
+"""The versions of a run's heads: which one workers should serve, where each came from, which are not to be used again.
+
+Versions lie in an `ArtifactStore`; numbers are never used twice. `latest` names the version to serve and moves in one
+rename, also back. What the store cannot say is in `registry.json`, written whole: versions blocked and why, and the
+highest number so far. A kill between any two steps leaves the old version or the new one in service, never neither.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from services.common.artifacts import Artifact, ArtifactError, ArtifactStore
+from services.common.lifecycle import write_json
+from services.heads.artifact import HeadsManifest, load_artifact, publish_heads
+from specroll_core.heads import FutureTokenHeads
+
+log = logging.getLogger(__name__)
+
+_FILE = "registry.json"
+
+
+@dataclass(slots=True)
+class _Notes:
+    highest: int = 0
+    blocked: dict[int, str] = field(default_factory=dict)
+
+
+class HeadsRegistry:
+    """One process writes; any number read. keep: versions that stay beside the one that serves and its parent."""
+
+    def __init__(self, root: Path, *, keep: int = 5) -> None:
+        self.store = ArtifactStore(root)
+        self._keep = keep
+        self._path = root / _FILE
+        self._notes = self._read()
+
+    @property
+    def blocked(self) -> dict[int, str]:
+        """Versions that are never offered again, and why."""
+        return dict(self._notes.blocked)
+
+    def current(self) -> Artifact | None:
+        """The version to serve, None while there is none. A broken one is blocked and the newest sound one taken."""
+        while True:
+            try:
+                artifact = self.store.latest()
+                if artifact is None or artifact.version in self._notes.blocked:
+                    return None
+                artifact.verify()
+                return artifact
+            except ArtifactError as error:
+                usable = self._usable(below=None)
+                log.error("the heads that `latest` names cannot be used: %s", error)
+                if not usable:
+                    return None
+                self.store.point_latest(usable[-1])
+
+    def publish(self, heads: FutureTokenHeads, manifest: HeadsManifest) -> Artifact:
+        """Makes the next version the one to serve. Raises HeadsError where the heads cannot be served."""
+        version = max([self._notes.highest, *self.store.versions()]) + 1
+        # The number is taken before it is used: a version that was begun and lost is not taken for another one.
+        self._notes.highest = version
+        self._write()
+        artifact = publish_heads(self.store, version, heads, manifest)
+        protected = {version} if manifest.parent is None else {version, manifest.parent}
+        self.store.prune(self._keep, protected)
+        return artifact
+
+    def roll_back(self, version: int, reason: str) -> Artifact | None:
+        """Blocks a version; the newest sound one before it serves again. None where there is none."""
+        self._notes.blocked[version] = reason
+        self._write()
+        usable = self._usable(below=version)
+        if not usable:
+            return None
+        self.store.point_latest(usable[-1])
+        return self.store.open(usable[-1])
+
+    def lineage(self) -> list[dict[str, Any]]:
+        """Every version on disk, oldest first: version, parent, rows, policy versions, gate report, blocked."""
+        out = []
+        for version in self.store.versions():
+            try:
+                fields = self.store.open(version).fields
+            except ArtifactError as error:
+                out.append({"version": version, "broken": str(error)})
+                continue
+            out.append({
+                "version": version,
+                "parent": fields.get("parent"),
+                "trained_on": fields.get("trained_on", {}),
+                "gate": fields.get("gate", {}),
+                "blocked": self._notes.blocked.get(version),
+            })  # fmt: skip
+        return out
+
+    def _usable(self, below: int | None) -> list[int]:
+        found = []
+        for version in self.store.versions():
+            if version in self._notes.blocked or (below is not None and version >= below):
+                continue
+            try:
+                load_artifact(self.store.open(version).path)
+            except ValueError:
+                continue
+            found.append(version)
+        return found
+
+    def _read(self) -> _Notes:
+        try:
+            value = json.loads(self._path.read_text())
+        except FileNotFoundError:
+            return _Notes()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self._path} cannot be read: {error}") from error
+        return _Notes(value["highest"], {int(v): reason for v, reason in value["blocked"].items()})
+
+    def _write(self) -> None:
+        write_json(
+            self._path, {"highest": self._notes.highest, "blocked": {str(v): r for v, r in self._notes.blocked.items()}}
+        )

@@ -1,0 +1,70 @@
+"""From verifier feedback to what drift is told from, and a log of it that can be read again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from services.common.metrics import JsonlWriter
+from specroll.v1 import feedback_pb2
+from specroll_core.drift import DriftRecord
+
+# Deeper nodes are reached too seldom to tell anything.
+_DEPTHS = 3
+_MAX_LOG_BYTES = 64 * 2**20
+
+
+def drift_records(trajectory: feedback_pb2.TrajectoryFeedback) -> Iterator[DriftRecord]:
+    """One record for each version of the heads and number of nodes. Rounds that drafted nothing are left out before.
+
+    The time is when the trajectory ended. A round that accepted a nodes reached depth a + 1 and no deeper.
+    """
+    for cell in trajectory.rounds:
+        counts = list(cell.accepted)
+        depths = min(_DEPTHS, cell.drafted)
+        yield DriftRecord(
+            at=trajectory.finished_at,
+            heads=cell.heads_version,
+            stratum=f"T={trajectory.temperature:g} n={cell.drafted}",
+            cluster=trajectory.prompt,
+            reached=tuple(sum(counts[d:]) for d in range(depths)),
+            accepted=tuple(sum(counts[d + 1 :]) for d in range(depths)),
+        )
+
+
+class FeedbackLog:
+    """What the watcher saw and decided, one JSON line each: {"kind": ...}. The file is begun anew, the old one kept
+    beside it as `.1`, when it has grown to 64 MiB."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._writer = JsonlWriter(path)
+
+    def write(self, kind: str, value: dict[str, Any]) -> None:
+        self._writer.write({"kind": kind, **value})
+        if self._path.stat().st_size > _MAX_LOG_BYTES:
+            self._writer.close()
+            os.replace(self._path, self._path.with_name(self._path.name + ".1"))
+            self._writer = JsonlWriter(self._path)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_log(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a `FeedbackLog`. Raises ValueError naming the line that is none."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    value = json.loads(line)
+                    kind = value["kind"]
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{path}, line {number} is no line of recorded feedback: {error}") from error
+                assert isinstance(kind, str)
+                yield value
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
