@@ -108,6 +108,16 @@ class HeadTrainConfig:
             raise ValueError("holdout must be at least 0 and below 1.")
 
 
+@dataclass(slots=True)
+class TrainPosition:
+    """Where a training stands, enough to go on from it with the heads as they are. step: steps taken. optimizer:
+    AdamW's; start: the weights that training began with, in the heads' order, which the anchor holds on to."""
+
+    step: int
+    optimizer: torch.optim.Optimizer
+    start: list[Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class HeadTrainReport:
     """Losses are KL in nats per head, at depths 1 to K; NaN where no row was held out."""
@@ -149,11 +159,16 @@ def train_heads(
     embedding: Tensor,
     config: HeadTrainConfig | None = None,
     progress: Callable[[int, int, float], None] | None = None,
+    *,
+    position: Callable[[TrainPosition], None] | None = None,
+    resume: Callable[[TrainPosition], None] | None = None,
 ) -> HeadTrainReport:
     """Trains the heads in place and reports the loss on held-out prompts before and after.
 
     lm_head, embedding: [V, H], frozen. progress(step, steps, loss) is called after every step; an exception that
-    it raises ends the training. Raises ValueError where no row has a target.
+    it raises ends the training. `position` is called before it, to be saved. resume: fills a position that was saved,
+    for heads as they were then and the same rows and configuration; what follows is what would have followed.
+    Raises ValueError where no row has a target.
     """
     config = config or HeadTrainConfig()
     lm_head, embedding = lm_head.detach().float(), embedding.detach()
@@ -169,10 +184,19 @@ def train_heads(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps, config.warmup_steps))
     weights = config.depth_weight ** torch.arange(heads.spec.heads, device=lm_head.device)
     generator = torch.Generator().manual_seed(config.seed)
+    at = TrainPosition(0, optimizer, start)
+    if resume is not None:
+        resume(at)
+        schedule.last_epoch = at.step
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate * _rate(at.step, steps, config.warmup_steps)
     step, running = 0, math.nan
     for _ in range(config.epochs):
         order = usable[torch.randperm(usable.numel(), generator=generator).to(usable.device)]
         for batch in order.split(config.batch_rows):
+            if step < at.step:
+                step += 1  # taken before the training was interrupted
+                continue
             optimizer.zero_grad(set_to_none=True)
             loss = 0.0
             for micro in batch.split(config.micro_rows):
@@ -180,14 +204,16 @@ def train_heads(
                 part.backward()
                 loss += float(part.detach())
             if config.anchor > 0:
-                distance = sum(((p - p0) ** 2).sum() for p, p0 in zip(heads.parameters(), start, strict=True))
+                distance = sum(((p - p0) ** 2).sum() for p, p0 in zip(heads.parameters(), at.start, strict=True))
                 assert isinstance(distance, Tensor)
                 (config.anchor * distance).backward()
             torch.nn.utils.clip_grad_norm_(heads.parameters(), config.max_grad_norm)
             optimizer.step()
             schedule.step()
-            step += 1
+            at.step = step = step + 1
             running = loss if math.isnan(running) else 0.95 * running + 0.05 * loss
+            if position is not None:
+                position(at)
             if progress is not None:
                 progress(step, steps, loss)
     after = evaluate_heads(heads, held, lm_head, embedding, config.micro_rows)

@@ -48,6 +48,17 @@ def lm_head_hash(weight: Tensor) -> str:
     return hashlib.sha256(rounded.view(torch.int16).numpy().tobytes()).hexdigest()
 
 
+def output_weights(model_dir: Path) -> tuple[Tensor, Tensor]:
+    """LM head and input embedding of a model directory, [V, H] each, in the type they are stored in; one tensor where
+    they are tied. Raises ValueError where the directory holds none."""
+    lm_head = _lm_head(model_dir)
+    files = sorted(model_dir.glob("*.safetensors"))
+    for name in _EMBEDDINGS:
+        for tensor in _tensors_named(files, name):
+            return lm_head, tensor
+    return lm_head, lm_head
+
+
 def _lm_head(model_dir: Path) -> Tensor:
     # An index may leave out a file that lies beside it; the shards that it names are `model*.safetensors` all the same.
     files = sorted(model_dir.glob("*.safetensors"))
