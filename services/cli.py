@@ -196,8 +196,8 @@ def lossless(
     nodes: Annotated[int, typer.Option("--nodes", help="Tokens verified per step, the pending one included.")] = 4,
     rollout_tokens: Annotated[
         int, typer.Option("--rollout-tokens", help="Tokens sampled for each law and way of decoding.")
-    ] = 1500,
-    draws: Annotated[int, typer.Option("--draws", help="Draws after each fixed prefix and way of decoding.")] = 300,
+    ] = 1000,
+    draws: Annotated[int, typer.Option("--draws", help="Draws after each fixed prefix and way of decoding.")] = 150,
     greedy_prompts: Annotated[int, typer.Option("--greedy-prompts", help="Prompts compared at temperature 0.")] = 24,
     greedy_tokens: Annotated[int, typer.Option("--greedy-tokens", help="Tokens of each of them.")] = 64,
     dtype: Annotated[

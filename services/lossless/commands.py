@@ -21,7 +21,7 @@ from services.learner.prompts import load_prompts
 from services.lossless.exact import Text
 from services.lossless.greedy import divergences
 from services.lossless.leaning import Leaning, LogprobGap, measure
-from services.lossless.options import LAWS, PLAIN, WORD_PROBLEMS, LawUnderTest, LosslessOptions
+from services.lossless.options import LAWS, PLAIN, SAMPLED_CHILD, WORD_PROBLEMS, LawUnderTest, LosslessOptions
 from services.lossless.prefixes import choose_prefixes
 from services.lossless.sampling import Draw, draw_all
 from services.lossless.verdict import Check, Verdict
@@ -109,13 +109,13 @@ class Proof:
         options, verdict = self._options, self.verdict
         prompts = list(islice(cycle(self._prompts), options.greedy_prompts))
         sampling = SamplingParams(temperature=0, max_new_tokens=options.greedy_tokens)
-        draws = [Draw(prompt, sampling, way) for way in self._ways.values() for prompt in prompts]
-        completions = self._draw("temperature 0", draws)
-        by_way = dict(zip(self._ways, _split(completions, len(prompts)), strict=True))
-        plain = by_way.pop(PLAIN)
-        for way, some in by_way.items():
-            verdict.divergences += divergences(self._target, way, prompts, plain, some)
-            verdict.greedy_tokens += sum(len(c.token_ids) for c in some)
+        # At temperature 0 both rules are the same walk.
+        plain, speculative = (
+            self._draw(f"greedy {way}", [Draw(prompt, sampling, self._ways[way]) for prompt in prompts])
+            for way in (PLAIN, SAMPLED_CHILD)
+        )
+        verdict.divergences = divergences(self._target, prompts, plain, speculative)
+        verdict.greedy_tokens = sum(len(c.token_ids) for c in speculative)
         verdict.greedy_prompts = len(prompts)
         return [Text(prompt, c.token_ids, i) for i, (prompt, c) in enumerate(zip(prompts, plain, strict=True))]
 

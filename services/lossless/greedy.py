@@ -23,7 +23,6 @@ class Divergence:
     tie: the two tokens are those two, and their gap is below `TIE`. What follows a tie is not compared.
     """
 
-    way: str
     prompt: int
     position: int
     plain: int
@@ -35,7 +34,6 @@ class Divergence:
 @torch.inference_mode()
 def divergences(
     target: TargetModel,
-    way: str,
     prompts: Sequence[tuple[int, ...]],
     plain: Sequence[Completion],
     speculative: Sequence[Completion],
@@ -53,7 +51,7 @@ def divergences(
         gap = float(best.values[0] - best.values[1])
         ours, theirs = pairs[text.name]
         tie = gap < TIE and {ours, theirs} == set(best.indices.tolist())
-        found.append(Divergence(way, text.name, len(text.tokens), ours, theirs, gap, tie))
+        found.append(Divergence(text.name, len(text.tokens), ours, theirs, gap, tie))
     return sorted(found, key=lambda d: d.prompt)
 
 

@@ -69,10 +69,10 @@ class LosslessOptions:
     threads: int = 0
     seed: int = 0
     dtype: str = "float32"
-    rollout_tokens: int = 1500
+    rollout_tokens: int = 1000
     longest: int = 128
     prefixes: int = 3
-    draws: int = 300
+    draws: int = 150
     greedy_prompts: int = 24
     greedy_tokens: int = 64
     certain: float = 0.9

@@ -68,8 +68,8 @@ class Verdict:
         if self.outside:
             found.append(f"{self.outside} tokens came that the law forbids.")
         found += [
-            f"At temperature 0, prompt {d.prompt}, token {d.position}: {d.way} gave {d.speculative} and plain decoding "
-            f"{d.plain}, whose logits are {d.gap:.1e} apart."
+            f"At temperature 0, prompt {d.prompt}, token {d.position}: speculation gave {d.speculative} and plain "
+            f"decoding {d.plain}, whose logits are {d.gap:.1e} apart."
             for d in self.divergences
             if not d.tie
         ]
@@ -143,7 +143,7 @@ class Verdict:
                 f"decoding, {len(self.divergences) - len(ties)} differences, {len(ties)} ties."
             )
             out += [
-                f"  tie: {d.way}, prompt {d.prompt}, token {d.position}: {d.speculative} for {d.plain}, logits "
+                f"  tie: prompt {d.prompt}, token {d.position}: {d.speculative} for {d.plain}, logits "
                 f"{d.gap:.1e} apart (a tie is below {TIE:g})"
                 for d in ties
             ]

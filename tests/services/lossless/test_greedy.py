@@ -27,7 +27,7 @@ def test_differences_are_ties_only_where_the_two_best_logits_say_so(target):
     other = [list(tokens) for tokens in plain]
     other[1][3] = (other[1][3] + 1) % 320
     other[2] = other[2][:5]
-    found = divergences(target, "w", prompts, [*map(completion, plain)], [*map(completion, other)])
+    found = divergences(target, prompts, [*map(completion, plain)], [*map(completion, other)])
     assert [(d.prompt, d.position, d.tie) for d in found] == [(1, 3, False), (2, 5, False)]
     assert (found[0].plain, found[0].speculative, found[1].speculative) == (plain[1][3], other[1][3], -1)
     with torch.no_grad():
@@ -43,6 +43,6 @@ def test_a_tie_is_one(target, monkeypatch):
     gap = float(best.values[0] - best.values[1])
     other = [*tokens[:2], int(best.indices[1]), 0]
     monkeypatch.setattr("services.lossless.greedy.TIE", gap * 1.01)
-    assert [d.tie for d in divergences(target, "w", [prompt], [completion(tokens)], [completion(other)])] == [True]
+    assert [d.tie for d in divergences(target, [prompt], [completion(tokens)], [completion(other)])] == [True]
     other[2] = int(best.indices[1]) + 1
-    assert [d.tie for d in divergences(target, "w", [prompt], [completion(tokens)], [completion(other)])] == [False]
+    assert [d.tie for d in divergences(target, [prompt], [completion(tokens)], [completion(other)])] == [False]
