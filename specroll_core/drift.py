@@ -225,13 +225,28 @@ class DriftDetector:
     def reset(self, heads: int) -> None:
         """Forgets reference and windows. The cool-down goes on."""
         self.heads = heads
-        self.streak = 0
         self._reference: dict[str, _Counts] = {}
+        self.restart_windows()
+
+    def restart_windows(self) -> None:
+        """Forgets what was seen since the reference: after a repair, say, that the same reference is to judge."""
+        self.streak = 0
         self._window: dict[str, _Counts] = {}
         self._windows: deque[dict[str, _Counts]] = deque(maxlen=max(_SCALES))
         self._distances: deque[float] = deque(maxlen=_KEPT_DISTANCES)
         self._recent: deque[float] = deque(maxlen=_KEPT_DISTANCES)
         self._pending = 0
+
+    def successor(self, heads: int) -> DriftDetector:
+        """A detector that compares another version with what this one did of late, so that it tells whether the new
+        one is worse than the old one was."""
+        out = DriftDetector(self.config, heads)
+        out._reference = _merged([*self._windows, self._window])
+        for stratum, counts in self._reference.items():
+            recent = out._reference.setdefault(stratum, _Counts())
+            if recent.rounds < self.config.check_records:
+                recent.merge(counts)
+        return out
 
     def observe(self, record: DriftRecord) -> DriftCheck | None:
         """Takes one record; the check that it completes, if any."""

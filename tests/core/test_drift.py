@@ -102,6 +102,38 @@ def test_cooldown_and_reset():
     assert math.isnan(detector.reference_acceptance())
 
 
+def test_a_successor_is_judged_by_what_its_predecessor_did_of_late():
+    """The old heads have fallen by 30 %. New ones that fall no further are kept, worse ones are found out."""
+    rng = random.Random(6)
+    old = DriftDetector(heads=1)
+    for r in stream(rng, 40, drop=0.3):
+        old.observe(r)
+
+    def found(factor):
+        new = old.successor(2)
+        checks = []
+        for i in range(400):
+            check = new.observe(record(rng, 1e4 + i, f"n{i // 4}", "T=1", rng.gauss(0, 0.05), factor, heads=2))
+            checks += [check] if check else []
+        assert len(checks) > 20
+        return any(c.triggered for c in checks)
+
+    assert not found(0.7)
+    assert found(0.5)
+
+
+def test_windows_can_be_forgotten_and_the_reference_kept():
+    rng = random.Random(7)
+    detector = DriftDetector(heads=1)
+    for r in stream(rng, 20, drop=0.4):
+        detector.observe(r)
+    before = detector.reference_acceptance()
+    assert detector.streak > 0
+    detector.restart_windows()
+    assert detector.streak == 0
+    assert detector.reference_acceptance() == before
+
+
 def test_replay_of_a_written_log_gives_the_same_checks():
     records = list(stream(random.Random(4), 20, drop=0.2))
     again = [DriftRecord.from_json(json.loads(json.dumps(r.to_json()))) for r in records]

@@ -1,0 +1,134 @@
+"""What the watcher decides: when to train, what to publish, when to take it back. No I/O of its own.
+
+no heads, enough rows ------------> train
+degraded for a while -------------> put the serving copies right where they are not what was published, else train
+trained, and the gate passes -----> publish, swap, and watch the new version against what the old one did
+trained, and the gate does not ---> keep the heads; what they do now is the new normal
+the new version is worse ---------> back to the one before it, and never this one again
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from specroll_core.drift import DriftCheck, DriftConfig, DriftDetector, DriftRecord
+
+log = logging.getLogger(__name__)
+
+# Checks after a swap in which the new version is compared with the old one.
+_TRIAL_CHECKS = 8
+# After a gate that did not pass: how much longer to wait each time, and the longest.
+_LONGEST_PATIENCE_SECONDS = 3600.0
+
+
+@dataclass(slots=True)
+class Events:
+    """What a record led to. kinds: check, alarm, degraded, worse."""
+
+    happened: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def add(self, kind: str, **facts: Any) -> None:
+        self.happened.append((kind, facts))
+
+
+class Watch:
+    """Follows one version of the heads. `version` 0 means that there are none.
+
+    `wants_training` and `wants_rollback` stay true until they are answered by one of the methods below.
+    """
+
+    def __init__(self, config: DriftConfig, version: int) -> None:
+        self._config = config
+        self.version = version
+        self.detector = DriftDetector(config, version)
+        self._trial: DriftDetector | None = None
+        self._trial_checks = 0
+        self._refusals = 0
+        self._not_before = -math.inf
+        self.degraded_since: float | None = None
+        self.wants_rollback = ""
+        self.last: DriftCheck | None = None
+        self.records = 0
+
+    @property
+    def on_trial(self) -> bool:
+        return self._trial is not None
+
+    def wants_training(self, now: float) -> bool:
+        """now: seconds, of the clock that records bear."""
+        needed = self.version == 0 or self.degraded_since is not None
+        return needed and not self.wants_rollback and now >= self._not_before
+
+    def observe(self, record: DriftRecord) -> Events:
+        """Takes one record of feedback."""
+        events = Events()
+        self.records += 1
+        if self._trial is not None:
+            self._observe_trial(self._trial, record, events)
+        check = self.detector.observe(record)
+        if check is None:
+            return events
+        self.last = check
+        events.add("check", **check.to_json())
+        if check.collapsed:
+            events.add("alarm", version=self.version, acceptance=check.acceptance)
+        if check.triggered and not self.wants_rollback and self.degraded_since is None:
+            self.degraded_since = check.at
+            events.add("degraded", version=self.version, fall=check.fall, z=check.z, at=check.at)
+        return events
+
+    def repaired(self) -> None:
+        """The serving copies were not what was published, and are again: the same reference judges them."""
+        self.degraded_since = None
+        self.detector.restart_windows()
+
+    def swapped(self, version: int) -> None:
+        """Another version serves, trained by us: it is on trial against what the old one did of late."""
+        old = self.version
+        self._trial = self.detector.successor(version) if old else None
+        self._trial_checks = 0
+        self._begin(version)
+        self._refusals = 0
+
+    def rolled_back(self, version: int) -> None:
+        """An earlier version serves again, 0 where there is none."""
+        self._begin(version)
+        self._trial = None
+
+    def refused(self, now: float) -> None:
+        """The gate did not pass. What the heads do now is what later is compared with, and the next attempt waits."""
+        self._refusals += 1
+        pause = max(1.0, self._config.cooldown_seconds) * 2**self._refusals
+        self._not_before = now + min(pause, _LONGEST_PATIENCE_SECONDS)
+        self.degraded_since = None
+        self.detector.reset(self.version)
+
+    def failed(self, now: float) -> None:
+        """Training could not be finished: the same again, later."""
+        self._refusals += 1
+        pause = max(1.0, self._config.cooldown_seconds) * 2**self._refusals
+        self._not_before = now + min(pause, _LONGEST_PATIENCE_SECONDS)
+
+    def _begin(self, version: int) -> None:
+        self.version = version
+        self.detector.reset(version)
+        self.degraded_since = None
+        self.wants_rollback = ""
+
+    def _observe_trial(self, trial: DriftDetector, record: DriftRecord, events: Events) -> None:
+        check = trial.observe(record)
+        if check is None:
+            return
+        self._trial_checks += 1
+        if check.triggered:
+            self.wants_rollback = (
+                f"acceptance {check.acceptance:.3f} against {check.reference:.3f} of the version before it, in "
+                f"{check.streak} checks one after the other"
+            )
+            self._trial = None
+            events.add("worse", version=self.version, **check.to_json())
+        elif self._trial_checks >= _TRIAL_CHECKS:
+            self._trial = None
