@@ -38,11 +38,13 @@ def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Configuration of the run.")],
     set_: Overrides = [],  # noqa: B006  typer copies it
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in run.dir.")] = False,
+    chaos: Annotated[bool, typer.Option("--chaos", help="Allow calls that do harm on purpose, for tests.")] = False,
 ) -> None:
-    """Trains on this machine: starts Redis, a rollout worker and the learner, and watches over them."""
+    """Trains on this machine: starts Redis, a rollout worker, the learner and the watcher, and watches over them."""
     from services.launcher import train as run
 
-    raise typer.Exit(_checked(lambda: run(config, set_, resume=resume)))
+    overrides = [*set_, "rollout.chaos=true"] if chaos else set_
+    raise typer.Exit(_checked(lambda: run(config, overrides, resume=resume)))
 
 
 @app.command()
@@ -63,6 +65,29 @@ def rollout(config: ConfigOption = None, set_: Overrides = []) -> None:  # noqa:
     from services.rollout.main import main as run
 
     raise typer.Exit(_checked(lambda: run(config, set_)))
+
+
+@app.command()
+def watcher(
+    config: ConfigOption = None,
+    set_: Overrides = [],  # noqa: B006
+    replay: Annotated[
+        Path | None,
+        typer.Option("--replay", metavar="FILE", help="Decide once more on recorded feedback, and serve nothing."),
+    ] = None,
+) -> None:
+    """Runs the watcher alone: it keeps the heads of a run good."""
+
+    def run() -> int:
+        if replay is not None:
+            from services.watcher.replay import replay as again
+
+            return again(replay, config, set_)
+        from services.watcher.main import main as start
+
+        return start(config, set_)
+
+    raise typer.Exit(_checked(run))
 
 
 @model_app.command("fetch")

@@ -32,6 +32,7 @@ _STOP_SECONDS = 12.0
 # After the learner is done, workers hear of it by heartbeat and leave by themselves.
 _LEAVE_SECONDS = 20.0
 _POLL_SECONDS = 0.2
+_RESTART_SECONDS = 3.0
 _TAIL_LINES = 15
 _INTERRUPTED = 130  # what a shell reports for SIGINT
 
@@ -43,6 +44,9 @@ class Child:
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    # For a service that the others can do without: it is started again when it ends.
+    arguments: Sequence[str] | None = None
+    restart_at: float = 0.0
 
     def tail(self) -> str:
         try:
@@ -77,6 +81,9 @@ def train(path: Path, overrides: Sequence[str], *, resume: bool) -> int:
             f"--set=rollout.learner={config.learner.host}:{port}",
             f"--set=rollout.cache={run_dir.root / 'rollout-cache'}",
         ])  # fmt: skip
+        if config.rollout.engine.speculation.enabled and config.watcher.enabled:
+            arguments = [*common, f"--set=watcher.learner={config.learner.host}:{port}"]
+            supervisor.start("watcher", arguments, restart=True)
         with Display(config, run_dir) as display:
             code = supervisor.watch(display)
     if code == 0:
@@ -110,7 +117,7 @@ class Supervisor:
         self._stop = stop
         self._children: dict[str, Child] = {}
 
-    def start(self, name: str, arguments: Sequence[str]) -> None:
+    def start(self, name: str, arguments: Sequence[str], *, restart: bool = False) -> None:
         path = self._run_dir.logs / f"{name}.log"
         with path.open("ab") as output:
             process = subprocess.Popen(
@@ -123,7 +130,7 @@ class Supervisor:
                 start_new_session=True,
                 preexec_fn=child_dies_with_me(signal.SIGTERM),  # noqa: PLW1509  one prctl call, libc loaded before
             )
-        self._children[name] = Child(name, process, path)
+        self._children[name] = Child(name, process, path, arguments if restart else None)
 
     def watch(self, display: Display) -> int:
         """Waits for the learner to end; unblocked by its end, by a signal, by the death of any other service."""
@@ -132,9 +139,11 @@ class Supervisor:
             display.update()
             if learner.process.poll() is not None:
                 return self._finish(learner, display)
-            for child in self._children.values():
+            for child in list(self._children.values()):
                 code = child.process.poll()
-                if code is not None:
+                if code is not None and child.arguments is not None:
+                    self._start_again(child, display)
+                elif code is not None:
                     # The worker may have left because the learner had just ended.
                     if code == 0 and self._ended_soon(learner):
                         return self._finish(learner, display)
@@ -167,6 +176,15 @@ class Supervisor:
         while any(c.process.poll() is None for c in self._children.values()) and not deadline.expired:
             time.sleep(_POLL_SECONDS)
         return 0
+
+    def _start_again(self, child: Child, display: Display) -> None:
+        """The run goes on without it meanwhile; not at once, as what ended it may not have passed."""
+        assert child.arguments is not None
+        if child.restart_at == 0.0:
+            child.restart_at = time.monotonic() + _RESTART_SECONDS
+            display.say(f"the {child.name} service ended ({child.process.returncode}) and is started again; {child.log}")
+        elif time.monotonic() >= child.restart_at:
+            self.start(child.name, child.arguments, restart=True)
 
     def _ended_soon(self, child: Child) -> bool:
         try:
