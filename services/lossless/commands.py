@@ -45,6 +45,8 @@ def lossless_command(
 
     report: file for the verdict as JSON. Raises ValueError for what a user can put right.
     """
+    if report is not None and not (report.parent.is_dir() and not report.is_dir()):
+        raise ValueError(f"--json {report} must name a file in a directory that exists.")
     verdict = prove(model, heads, options, data)
     console.print(verdict.as_table())
     if report is not None:
@@ -60,8 +62,10 @@ def prove(model: str, heads_path: Path, options: LosslessOptions, data: DataConf
     threads = options.threads or len(cores())
     torch.set_num_threads(threads)
     directory = fetch_model(model)
-    heads = load_heads(heads_path)
-    target = TargetModel(directory, getattr(torch, options.dtype), torch.device("cpu"))
+    heads = load_heads(heads_path).requires_grad_(False)
+    # Before the engine, which takes what memory it finds free.
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = TargetModel(directory, getattr(torch, options.dtype), device)
     prompts = [p.ids for p in load_prompts(data, target.tokenizer, options.seed).train]
     config = _engine_config(options, heads_path, threads, max(map(len, prompts)))
     engine = RolloutEngine.start(
@@ -69,7 +73,7 @@ def prove(model: str, heads_path: Path, options: LosslessOptions, data: DataConf
     )
     try:
         with asyncio.Runner() as runner:
-            proof = Proof(engine, runner, target, heads, prompts, options, directory.name)
+            proof = Proof(engine, runner, target, heads.to(device), prompts, options, directory.name)
             proof.run()
     finally:
         engine.close()
@@ -210,8 +214,8 @@ def _engine_config(options: LosslessOptions, heads: Path, threads: int, longest_
         threads=threads,
         context_length=context,
         max_running_requests=options.running,
-        # Every request that runs fits, with room for prefixes that come again.
-        max_total_tokens=2 * options.running * context,
+        # Every request that runs fits to its end.
+        max_total_tokens=options.running * context,
         # While this process computes exact laws the engine is idle, and must not take a core for it.
         args={"sleep_on_idle": True},
         speculation=SpeculationConfig(

@@ -40,7 +40,7 @@ _ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Of n tokens, float64 each [n]: f minus its mean, f's variance, and log q / p of the token."""
+    """Of n tokens, float64 each [n], on the CPU: f minus its mean, f's variance, and log q / p of the token."""
 
     excess: Tensor
     variance: Tensor
@@ -55,7 +55,8 @@ def leaning_terms(log_p: Tensor, log_q: Tensor, tokens: Tensor, clip: float = CL
     square = (weighted * f).sum(-1, dtype=torch.float64)
     at = tokens[:, None]
     log_ratio = (log_q.gather(1, at) - log_p.gather(1, at)).squeeze(1).double()
-    return Terms(f.gather(1, at).squeeze(1).double() - mean, (square - mean**2).clamp_min(0), log_ratio)
+    excess = f.gather(1, at).squeeze(1).double() - mean
+    return Terms(excess.cpu(), (square - mean**2).clamp_min(0).cpu(), log_ratio.cpu())
 
 
 def growth_moments(log_p: Tensor, log_q: Tensor, share: float) -> Tensor:
@@ -182,7 +183,7 @@ def measure(
                 near = _at_moved_edges(logits[doubtful], at[doubtful], law)
                 leaning.outside += int((near == -math.inf).all(0).sum())
                 off[doubtful] = (near - reported.to(exact.device)[index][doubtful]).abs().amin(0)
-            gap.add(off[off < math.inf])
+            gap.add(off[off < math.inf].cpu())
             for k in range(1, K + 1):
                 use = inside & (index >= k)
                 if z is None or not bool(use.any()):

@@ -93,6 +93,8 @@ def test_what_makes_a_verdict_fail():
         (["--heads", "none", "--draws", "0"], "--draws 0"),
         (["--heads", "none", "--dtype", "int8"], "--dtype int8"),
         (["--heads", "none"], "speculation.heads = none"),
+        (["--heads", "none", "--json", "nowhere/verdict.json"], "--json nowhere"),
+        (["--heads", "none", "--config", "nowhere.toml"], "nowhere.toml"),
     ],
 )
 def test_mistakes_are_refused_in_a_sentence(arguments, reason, tiny_dir):
