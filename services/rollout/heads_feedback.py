@@ -157,14 +157,14 @@ def trajectory_feedback(
 
 
 def spans_of(marks: Iterable[Sequence[int]], tokens: int) -> tuple[VersionSpan, ...]:
-    """Spans that cover [0, tokens) from (version, first token) in the order in which they happened."""
+    """Spans that cover [0, tokens) from (version, first token) in the order in which they happened; none without any."""
     starts: list[tuple[int, int]] = []
     for version, start in marks:
         while starts and starts[-1][1] >= start:
             starts.pop()  # replaced before a token came
         if start < tokens and not (starts and starts[-1][0] == version):
             starts.append((version, start))
-    ends = [start for _, start in starts[1:]] + [tokens]
+    ends = [*(start for _, start in starts[1:]), tokens][: len(starts)]
     return tuple(VersionSpan(version, start, end) for (version, start), end in zip(starts, ends, strict=True))
 
 
