@@ -13,11 +13,16 @@ import redis
 # KEYS: stream, byte count. ARGV: payload, bound in bytes. Returns how many entries were pushed out.
 _APPEND = """
 redis.call('XADD', KEYS[1], '*', 'p', ARGV[1])
-local bytes = redis.call('INCRBY', KEYS[2], #ARGV[1])
+local bytes = #ARGV[1]
+if redis.call('XLEN', KEYS[1]) == 1 then
+  redis.call('SET', KEYS[2], bytes) -- whatever was counted before is gone
+else
+  bytes = redis.call('INCRBY', KEYS[2], bytes)
+end
 local trimmed = 0
 while bytes > tonumber(ARGV[2]) do
   local first = redis.call('XRANGE', KEYS[1], '-', '+', 'COUNT', 1)[1]
-  if not first then redis.call('SET', KEYS[2], '0') break end
+  if not first then break end
   redis.call('XDEL', KEYS[1], first[1])
   bytes = redis.call('DECRBY', KEYS[2], #first[2][2])
   trimmed = trimmed + 1

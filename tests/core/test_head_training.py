@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -183,3 +184,52 @@ def test_trained_heads_beat_untrained_ones_beyond_chance() -> None:
     assert 0 < low < difference < high
     assert gain_interval(reports[0], reports[0])[1:] == (0.0, 0.0)
     assert evaluate_heads(trained, held, language.lm_head, language.embedding)[0] < 0.2
+
+
+def test_an_interrupted_training_ends_where_an_uninterrupted_one_does():
+    """Stopped in the second epoch and gone on with in other objects: the same weights to the last bit."""
+    torch.manual_seed(0)
+    V, H, P = 24, 8, 90
+    rows = HeadRows(
+        tokens=torch.randint(V, (P,)),
+        hidden=torch.randn(P, H),
+        target_ids=torch.stack([torch.randperm(V)[:6] for _ in range(P)]),
+        target_logprobs=torch.log_softmax(torch.randn(P, 6), -1),
+        sequence=torch.arange(P) // 15,
+        prompt=torch.arange(P) // 15,
+    )
+    weight, embedding = torch.randn(V, H), torch.randn(V, H)
+    config = HeadTrainConfig(epochs=3, batch_rows=16, anchor=0.01, holdout=0.0, warmup_steps=3)
+
+    def fresh():
+        torch.manual_seed(1)
+        return FutureTokenHeads(HeadsSpec(2, H, 4, V))
+
+    whole = fresh()
+    train_heads(whole, rows, weight, embedding, config)
+
+    class Stop(Exception):
+        pass
+
+    saved = {}
+
+    def keep(at):
+        if at.step == 9:
+            saved["optimizer"] = copy.deepcopy(at.optimizer.state_dict())
+            saved["start"] = [p.clone() for p in at.start]
+            saved["heads"] = {n: v.clone() for n, v in first.state_dict().items()}
+            raise Stop
+
+    first = fresh()
+    with pytest.raises(Stop):
+        train_heads(first, rows, weight, embedding, config, position=keep)
+
+    def resume(at):
+        at.step, at.start = 9, saved["start"]
+        at.optimizer.load_state_dict(saved["optimizer"])
+
+    second = fresh()
+    second.load_in_place(saved["heads"])
+    train_heads(second, rows, weight, embedding, config, resume=resume)
+    for a, b in zip(whole.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,90 @@
+"""Versions of a run's heads on disk."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from services.common.artifacts import MANIFEST
+from services.heads.artifact import HeadsError, HeadsManifest, TrainedOn
+from services.heads.fingerprint import ModelFingerprint
+from services.heads.registry import HeadsRegistry
+from services.rollout.heads_file import HEADS_FILE
+from specroll_core.heads import FutureTokenHeads, HeadsSpec
+
+MODEL = ModelFingerprint(8, 32, "c" * 64, "l" * 64)
+
+
+def heads(seed=0):
+    torch.manual_seed(seed)
+    return FutureTokenHeads(HeadsSpec(2, 8, 4, 32))
+
+
+def manifest(parent=None):
+    return HeadsManifest(MODEL, TrainedOn(10, 2, "test"), parent, {"new": 1.5})
+
+
+def test_versions_follow_each_other_and_latest_with_them(tmp_path):
+    registry = HeadsRegistry(tmp_path)
+    assert registry.current() is None
+    assert registry.publish(heads(), manifest()).version == 1
+    assert registry.publish(heads(1), manifest(1)).version == 2
+    assert HeadsRegistry(tmp_path).current().version == 2
+    assert [(line["version"], line["parent"]) for line in registry.lineage()] == [(1, None), (2, 1)]
+
+
+def test_a_version_is_taken_back_and_its_number_never_used_again(tmp_path):
+    registry = HeadsRegistry(tmp_path)
+    for parent in (None, 1, 2):
+        registry.publish(heads(), manifest(parent))
+    back = registry.roll_back(3, "worse")
+    assert back.version == 2
+    again = HeadsRegistry(tmp_path)
+    assert again.current().version == 2
+    assert again.blocked == {3: "worse"}
+    assert again.publish(heads(), manifest(2)).version == 4
+    assert again.roll_back(4, "worse too").version == 2
+    assert {line["version"]: line["blocked"] for line in again.lineage()}[3] == "worse"
+
+
+def test_the_first_version_has_nothing_to_go_back_to(tmp_path):
+    registry = HeadsRegistry(tmp_path)
+    registry.publish(heads(), manifest())
+    assert registry.roll_back(1, "worse") is None
+    assert HeadsRegistry(tmp_path).current() is None
+
+
+def test_old_versions_go_and_the_parent_stays(tmp_path):
+    registry = HeadsRegistry(tmp_path, keep=2)
+    registry.publish(heads(), manifest())
+    for _ in range(4):
+        registry.publish(heads(), manifest(1))
+    assert registry.store.versions() == [1, 4, 5]
+
+
+@pytest.mark.parametrize("damage", ["file", "manifest"])
+def test_a_damaged_latest_gives_way_to_the_newest_sound_one(tmp_path, damage):
+    registry = HeadsRegistry(tmp_path)
+    for parent in (None, 1, 2):
+        registry.publish(heads(), manifest(parent))
+    broken = registry.store.open(3).path
+    if damage == "file":
+        (broken / HEADS_FILE).write_bytes(b"")
+    else:
+        (broken / MANIFEST).write_text(json.dumps({"version": 3}))
+    assert HeadsRegistry(tmp_path).current().version == 2
+
+
+def test_a_version_lost_on_the_way_leaves_the_old_one(tmp_path, monkeypatch):
+    registry = HeadsRegistry(tmp_path)
+    registry.publish(heads(), manifest())
+    bad = heads()
+    with torch.no_grad():
+        bad.up[0, 0, 0] = torch.nan
+    with pytest.raises(HeadsError):
+        registry.publish(bad, manifest(1))
+    again = HeadsRegistry(tmp_path)
+    assert again.current().version == 1
+    assert again.publish(heads(), manifest(1)).version == 3  # 2 was begun and is not used for anything else

@@ -1,0 +1,80 @@
+"""Rows between the verifier and the trainer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from services.common.row_frames import RowFrame, prompt_name
+from services.watcher.rows import RowBuffer
+
+
+def frame(prompt, policy=0, length=4, temperature=1.0, fill=0.5):
+    tokens = torch.arange(length, dtype=torch.int32)
+    hidden = torch.full((length, 8), fill, dtype=torch.bfloat16)
+    return RowFrame(prompt_name([prompt]), policy, temperature, 1.0, -1, 0.0, tokens, hidden)
+
+
+def test_a_frame_survives_its_bytes():
+    before = RowFrame(
+        "fedcba9876543210", 2**31, 0.75, 0.9, 50, 0.1, torch.tensor([1, 49151], dtype=torch.int32),
+        torch.randn(2, 16).to(torch.bfloat16),
+    )  # fmt: skip
+    after = RowFrame.from_bytes(before.to_bytes())
+    assert torch.equal(after.tokens, before.tokens)
+    assert torch.equal(after.hidden, before.hidden)
+    for name in ("prompt", "policy", "temperature", "top_p", "top_k", "min_p"):
+        assert getattr(after, name) == getattr(before, name)
+
+
+def test_what_is_no_frame_is_refused():
+    with pytest.raises(ValueError, match="no frame"):
+        RowFrame.from_bytes(b"nothing of the kind")
+    with pytest.raises(ValueError, match="rows of tokens"):
+        RowFrame("0" * 16, 0, 1.0, 1.0, -1, 0.0, torch.zeros(3), torch.zeros(2, 8))
+
+
+def test_prompts_stay_on_their_side():
+    buffer = RowBuffer(10_000, holdout=0.25)
+    for i in range(400):
+        buffer.add(frame(i % 100))
+    train, held = buffer.training(10_000), buffer.held_out(10_000)
+    assert len(train) + len(held) == 4 * 400
+    assert 10 <= buffer.prompts(held_out=True) <= 40
+    assert buffer.prompts(held_out=True) + buffer.prompts(held_out=False) == 100
+    other = RowBuffer(10_000, holdout=0.25)
+    for i in range(100):
+        other.add(frame(i))
+    assert other.prompts(held_out=True) == buffer.prompts(held_out=True)
+
+
+def test_the_newest_rows_are_kept_and_preferred():
+    buffer = RowBuffer(100, holdout=1e-9)
+    for policy in range(60):
+        buffer.add(frame(policy, policy=policy))
+    assert 100 <= buffer.count(held_out=False) < 104
+    assert buffer.training(1000).policies[0] == 35
+    few = buffer.training(12)
+    assert len(few) == 12
+    assert few.policies[1] == 59
+
+
+def test_older_policies_are_sampled_thinly():
+    buffer = RowBuffer(100_000, holdout=1e-9)
+    for i in range(2000):
+        buffer.add(frame(i, policy=0 if i < 1000 else 24, fill=float(i >= 1000)))
+    chosen = buffer.training(100_000)
+    old = int((chosen.hidden[:, 0] == 0).sum())
+    assert int((chosen.hidden[:, 0] == 1).sum()) == 4000
+    assert 600 < old < 1400  # two half-lives: a quarter of 4000
+
+
+def test_rows_of_another_law_are_left_out():
+    buffer = RowBuffer(1000, holdout=1e-9)
+    for i in range(10):
+        buffer.add(frame(i, temperature=0.6 if i < 3 else 1.0))
+    chosen = buffer.training(1000)
+    assert chosen.law == (1.0, 1.0, -1, 0.0)
+    assert len(chosen) == 28
+    with pytest.raises(ValueError, match="no rows"):
+        RowBuffer(10, holdout=0.1).training(10)

@@ -1,0 +1,89 @@
+"""The watcher's decisions, record by record."""
+
+from __future__ import annotations
+
+import random
+
+from services.watcher.watch import Watch
+from specroll_core.drift import DriftConfig
+from tests.core.test_drift import record, stream
+
+CONFIG = DriftConfig(cooldown_seconds=10.0)
+
+
+def feed(watch, records):
+    return [kind for r in records for kind, _ in watch.observe(r).happened if kind != "check"]
+
+
+def steady(rng, count, heads, factor=1.0):
+    return [
+        record(rng, 1e4 + i, f"n{i // 4}-{heads}", "T=1", rng.gauss(0, 0.05), factor, heads=heads) for i in range(count)
+    ]
+
+
+def test_without_heads_training_is_wanted_at_once():
+    watch = Watch(CONFIG, 0)
+    assert watch.wants_training(0.0)
+    watch.swapped(1)
+    assert watch.version == 1
+    assert not watch.on_trial  # nothing was there to compare with
+    assert not watch.wants_training(0.0)
+
+
+def test_a_fall_is_answered_once_until_something_is_done():
+    watch = Watch(CONFIG, 1)
+    happened = feed(watch, stream(random.Random(0), 60, drop=0.3))
+    assert happened.count("degraded") == 1
+    assert watch.wants_training(1e9)
+    watch.repaired()
+    assert not watch.wants_training(1e9)
+
+
+def test_a_refused_candidate_makes_the_present_the_new_normal():
+    rng = random.Random(1)
+    watch = Watch(CONFIG, 1)
+    assert feed(watch, stream(rng, 60, drop=0.3)) == ["degraded"]
+    watch.refused(now=500.0)
+    assert not watch.wants_training(500.0)
+    assert feed(watch, stream(rng, 60, drop=0.3, from_check=0)) == []
+    assert not watch.wants_training(1e9)
+
+
+def test_failures_wait_longer_each_time():
+    watch = Watch(CONFIG, 0)
+    waits = []
+    for _ in range(3):
+        watch.failed(now=0.0)
+        waits.append(next(t for t in range(10_000) if watch.wants_training(t)))
+    assert waits == [20, 40, 80]
+
+
+def test_a_worse_version_is_to_be_rolled_back():
+    rng = random.Random(2)
+    watch = Watch(CONFIG, 1)
+    feed(watch, stream(rng, 40))
+    watch.swapped(2)
+    assert watch.on_trial
+    assert "worse" in feed(watch, steady(rng, 400, heads=2, factor=0.7))
+    assert "acceptance" in watch.wants_rollback
+    assert not watch.wants_training(1e9)
+    watch.rolled_back(1)
+    assert watch.version == 1
+    assert not watch.wants_rollback
+
+
+def test_a_version_as_good_as_the_old_one_passes_its_trial():
+    rng = random.Random(3)
+    watch = Watch(CONFIG, 1)
+    feed(watch, stream(rng, 40))
+    watch.swapped(2)
+    assert feed(watch, steady(rng, 400, heads=2)) == []
+    assert not watch.on_trial
+    assert not watch.wants_rollback
+
+
+def test_acceptance_near_nothing_raises_the_alarm():
+    rng = random.Random(4)
+    watch = Watch(CONFIG, 1)
+    feed(watch, stream(rng, 30))
+    assert "alarm" in feed(watch, steady(rng, 100, heads=1, factor=0.01))
