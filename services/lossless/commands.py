@@ -32,7 +32,6 @@ from services.rollout.completion import Completion
 from services.rollout.engine import RolloutEngine
 from services.rollout.heads_file import load_heads
 from specroll_core.contracts import SamplingParams
-from specroll_core.goodness_of_fit import wealth_p
 from specroll_core.heads import FutureTokenHeads
 
 console = Console(highlight=False, soft_wrap=True)
@@ -151,13 +150,15 @@ class Proof:
                     )
                     before += sum(len(c.token_ids) for c in completions)
             self.verdict.logprobs[way] = gaps
-            self.verdict.outside += sum(leaning.outside for leaning in found[way].values())
             self._note_acceptance(way, [c for _, some in sampled.values() for c in some])
+            self.verdict.outside += sum(leaning.outside for leaning in found[way].values())
             if heads is not None:
                 self._judge(way, found[way])
         if heads is not None:
             tests = len(self.verdict.checks)
-            self.verdict.detectable = {way: some[LAWS[0]].detectable(tests) for way, some in found.items()}
+            self.verdict.detectable = {
+                way: Leaning.together([*some.values()]).detectable(tests) for way, some in found.items()
+            }
 
     def _judge(self, way: str, found: dict[LawUnderTest, Leaning]) -> None:
         checks = self.verdict.checks
@@ -166,10 +167,8 @@ class Proof:
             for k, (p, z) in enumerate(zip(by_head, leaning.z, strict=True), 1):
                 checks.append(Check("leaning", way, str(law), f"head {k}", leaning.tokens, p, z))
             checks.append(Check("betting", way, str(law), "all heads", leaning.tokens, betting))
-        # Over laws in turn the gamblers go on with what they have: wealth multiplies.
-        together = torch.stack([leaning.log_wealth for leaning in found.values()]).sum(0)
-        tokens = sum(leaning.tokens for leaning in found.values())
-        checks.append(Check("betting", way, "all laws", "all heads", tokens, wealth_p(together)))
+        together = Leaning.together([*found.values()])
+        checks.append(Check("betting", way, "all laws", "all heads", together.tokens, together.p_values[-1]))
 
     def _sample(self, way: str) -> dict[LawUnderTest, tuple[list[tuple[int, ...]], list[Completion]]]:
         """Completions of every law, of `options.rollout_tokens` tokens or a little more, with their prompts."""

@@ -83,6 +83,18 @@ class Leaning:
         self.growth = torch.zeros(2, 2, dtype=torch.float64)  # `growth_moments` of the first head
         self.log_wealth = torch.zeros(heads, len(SHARES), dtype=torch.float64)
 
+    @staticmethod
+    def together(parts: Sequence[Leaning]) -> Leaning:
+        """All of them one after the other: sums add up, and gamblers go on with what they hold, so that wealth
+        multiplies."""
+        out = Leaning(len(parts[0].excess))
+        for part in parts:
+            out.tokens += part.tokens
+            out.outside += part.outside
+            for name in ("excess", "variance", "growth", "log_wealth"):
+                setattr(out, name, getattr(out, name) + getattr(part, name))
+        return out
+
     def add(self, head: int, terms: Terms) -> None:
         self.excess[head] += terms.excess.sum()
         self.variance[head] += terms.variance.sum()

@@ -148,8 +148,8 @@ class Verdict:
                 for d in ties
             ]
         out += [
-            f"Sensitivity of {way}, T=1 alone: {share:.2%} of tokens drawn from the drafter's law would be noticed "
-            "with 99 % probability."
+            f"Sensitivity of {way}: {share:.2%} of tokens drawn from the drafter's law would be noticed with 99 % "
+            "probability."
             for way, share in self.detectable.items()
         ]
         if self.passed:

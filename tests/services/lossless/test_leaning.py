@@ -62,6 +62,15 @@ def test_the_share_that_is_said_to_be_noticed_is():
     assert min(follow(share / 8, seed=s).p_values[-1] for s in range(10)) > 0.001 / 50
 
 
+def test_parts_add_up():
+    one, other = follow(0.0, seed=1, draws=500), follow(0.0, seed=2, draws=700)
+    both = Leaning.together([one, other])
+    assert both.tokens == 1200
+    assert float(both.excess) == pytest.approx(float(one.excess + other.excess))
+    assert both.p_values[-1] == wealth_p(one.log_wealth + other.log_wealth)
+    assert both.detectable(10) < min(one.detectable(10), other.detectable(10))
+
+
 def test_a_forbidden_token_fails_whatever_else_was_seen():
     leaning = follow(0.0)
     leaning.outside = 1
