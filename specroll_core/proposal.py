@@ -98,6 +98,12 @@ class Proposal:
     laws: DepthLaws | None = None
     paths: Sequence[PathProposer | None] = field(default_factory=tuple)
 
+    @staticmethod
+    def of_paths(paths: Sequence[PathProposer | None], device: torch.device | str = "cpu") -> Proposal:
+        """What path proposers alone propose, without heads."""
+        none = torch.zeros(len(paths), 0, 1, device=device)
+        return Proposal(none.to(torch.int64), none, None, paths)
+
     @property
     def rows(self) -> int:
         return self.tokens.shape[0]

@@ -119,8 +119,8 @@ def verify(
         child_probs[request] = torch.where(known, p_child, child_probs[request])
 
         coin, draw = uniforms[request, level].unbind(-1)
-        if tree.any_sampled and level < levels - 1:
-            assert laws is not None
+        # Deeper than the laws there are nodes of path proposers only, none of which is drawn.
+        if laws is not None and tree.any_sampled and level < min(levels - 1, laws.depth):
             y, accept, remainder = _draw_with_slots(
                 p, p_child, tree, laws, request, level + 1, children, slots, coin, draw
             )
@@ -177,11 +177,7 @@ def _draw_with_slots(
     slot = slots.to(torch.int64).argmax(-1)
     mass = torch.where(slots.any(-1), tree.slot_mass[request].gather(1, slot[:, None]).squeeze(1), 0.0)
     live = mass > _MIN_MASS
-    if depth <= laws.depth:
-        q = laws.row(request, torch.full_like(request, depth))
-    else:
-        assert not bool(slots.any()), "a sampled child needs a law at its depth"
-        q = torch.zeros_like(p)
+    q = laws.row(request, torch.full_like(request, depth))
     # q_S as if S were empty; S is put right below. Rows without a live slot get the zero law.
     scale = torch.where(live, 1.0 / mass.clamp_min(_MIN_MASS), 0.0).to(q.dtype)
     residual = _subtract(p, q * scale[:, None], laws)

@@ -23,11 +23,13 @@ class SpeculationOverride:
     nodes: verified per step, the pending token included; 1 is plain decoding, None leaves it to the configuration.
     rule: as in the configuration. parts: the proposers to ask, of "heads", "memory" and "lookup" (a plain match of the
     last tokens, as in prompt lookup); None for the configured ones. Parts that the engine does not have are ignored.
+    group: equal for completions of one prompt that may learn from each other.
     """
 
     nodes: int | None = None
     rule: Literal["sampled_child", "target_match"] | None = None
     parts: tuple[str, ...] | None = None
+    group: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Protocol
 
-from services.rollout.completion import Completion
+from services.rollout.completion import Completion, SpeculationOverride
 from services.rollout.grading import Grade
 from specroll_core.contracts import FinishReason, PromptGroup, SamplingParams, Trajectory, TrajectoryGroup
 
@@ -17,7 +17,9 @@ log = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    async def generate(self, prompt_ids, sampling: SamplingParams, *, request_id: str) -> Completion: ...
+    async def generate(
+        self, prompt_ids, sampling: SamplingParams, *, request_id: str, speculation: SpeculationOverride | None = None
+    ) -> Completion: ...
     async def abort(self, request_id: str) -> None: ...
 
 
@@ -67,7 +69,12 @@ class GroupRunner:
             sampling = replace(sampling, seed=sampling.seed + index)
         started_at = time.time()
         try:
-            completion = await self._engine.generate(group.prompt_ids, sampling, request_id=trajectory_id)
+            completion = await self._engine.generate(
+                group.prompt_ids,
+                sampling,
+                request_id=trajectory_id,
+                speculation=SpeculationOverride(group=group.lease_id),
+            )
         except asyncio.CancelledError:
             await self._engine.abort(trajectory_id)
             raise

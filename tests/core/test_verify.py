@@ -148,6 +148,17 @@ def trusting() -> CountTableScorer:
     return scorer
 
 
+def test_the_law_holds_below_the_last_head_with_a_part_of_the_vocabulary() -> None:
+    """Nodes that only the memory proposes stand deeper than any law that draws are made from."""
+    toy = ToyLanguage(vocab=3, seed=23, heads=1)
+    setting = Setting({"temperature": 0.9}, 3, scorer=trusting(), ids=[0, 2], paths=lambda prefix: Reactive(prefix, 3))
+    tree, proposal = grow(toy, setting, torch.tensor([0]), torch.zeros(1, 3, dtype=torch.float64))
+    assert proposal.laws is not None
+    assert tree.any_sampled
+    assert tree.depth > proposal.laws.depth
+    assert p_value(toy, setting, length=2, seed=7) > FAMILY
+
+
 @pytest.mark.parametrize("scorer", [Contrary(), trusting()], ids=["contrary", "trusting"])
 def test_the_law_holds_with_the_trajectory_memory(scorer: Scorer) -> None:
     toy = ToyLanguage(vocab=3, seed=22)

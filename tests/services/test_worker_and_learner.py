@@ -48,7 +48,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.fail_next = 0
 
-    async def generate(self, prompt_ids: Any, sampling: Any, *, request_id: str) -> Completion:
+    async def generate(self, prompt_ids: Any, sampling: Any, *, request_id: str, speculation: Any = None) -> Completion:
         version = self.version
         await self.release.wait()
         if self.fail_next:

@@ -130,10 +130,11 @@ def _make_sampler(backend: str | None = None):  # noqa: ARG001 (SGLang's signatu
 
 
 def _add_rounds(streamer, requests):  # noqa: ARG001
-    from services.rollout.sglang_plugin import feedback, heads_swap
+    from services.rollout.sglang_plugin import feedback, heads_swap, reflex_slots
     from services.rollout.sglang_plugin.spec_report import finished_rounds
 
     feedback.finish(requests)
+    reflex_slots.finish(requests)
     return finished_rounds(requests) | heads_swap.finished_spans(requests)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -32,8 +32,9 @@ from services.rollout.completion import SpeculationStats
 from services.rollout.heads_file import load_heads
 from services.rollout.sglang_plugin import feedback
 from services.rollout.sglang_plugin.lazy_logits import LazyLogits
-from services.rollout.sglang_plugin import feedback
+from services.rollout.sglang_plugin.overrides import override_of
 from services.rollout.sglang_plugin.proposer import HeadProposer
+from services.rollout.sglang_plugin.reflex_slots import ReflexSlots
 from services.rollout.sglang_plugin.sampler import law_params
 from services.rollout.sglang_plugin.served_vocabulary import ServedVocabulary
 from services.rollout.sglang_plugin.slots import RequestSlots
@@ -46,17 +47,17 @@ from services.rollout.sglang_plugin.spec_sampling import (
     tree_uniforms,
     walk_uniforms,
 )
-from services.rollout.sglang_plugin.variables import OVERRIDE_KEY, SPECULATION_VARIABLE
+from services.rollout.sglang_plugin.variables import SPECULATION_VARIABLE
 from services.rollout.sglang_plugin.verify_input import BetweenRounds, TreeVerifyInput
 from specroll_core.budget import BUDGETS, BudgetPolicy
 from specroll_core.growth import TreeOptions
-from specroll_core.proposal import DepthLaws
+from specroll_core.proposal import DepthLaws, Proposal
 from specroll_core.scorer import CountTableScorer
 from specroll_core.tree import DraftTree, build_tree, plain_tree
 from specroll_core.verify import Verified, credit, verify
 
-# Nodes that are not visited, above which the LM head is computed at visited nodes only: below, reading its weights again
-# for every level of the walk costs more (3.4 ms a level and 0.12 ms a row for 49,152 x 576 on one core).
+# Nodes that are not visited, above which the LM head is computed at visited nodes only: below, reading its weights
+# again for every level of the walk costs more (3.4 ms a level and 0.12 ms a row for 49,152 x 576 on one core).
 _LAZY_ABOVE = 96
 # Nodes of each request that the walk visits, about.
 _VISITED = 2
@@ -76,6 +77,7 @@ class SpeculativeWorker(BaseSpecWorker):
         self._decodes_plainly = get_device().device == "cpu"
         self.stats = SpeculationStats()
         self.scorer = CountTableScorer()
+        self.reflex = ReflexSlots(self.config)
         self.budget = BudgetPolicy(
             [n for n in BUDGETS if n <= self.config.max_nodes], peak_tokens=self.config.peak_tokens
         )
@@ -150,6 +152,7 @@ class SpeculativeWorker(BaseSpecWorker):
             output.next_token_logprobs = output.next_token_logprobs[:, None]
         for request in batch.reqs:
             note_round(request, 0, 0)
+        self.reflex.observe(batch.reqs, rows.tolist(), tokens[:, None].tolist())
         ones = torch.ones(B, dtype=torch.int32, device=self.device)
         result.accept_lens, result.new_seq_lens = ones, lengths + ones
         result.next_draft_input = BetweenRounds()
@@ -177,7 +180,7 @@ class SpeculativeWorker(BaseSpecWorker):
         law = NodeLaw(logits, tree, requests, info.logit_bias)
         uniforms = walk_uniforms(info, lengths, tree.depth + 1)
         verified = verify(tree, law, law_params(info), uniforms, laws, planted_bias=self.config.planted_bias)
-        kept = self._keep(requests, tree, verified)
+        kept = self._keep(requests, batch.req_pool_indices.tolist(), tree, verified)
         self._compact(locations, verified, kept)
         states = logits_output.hidden_states.view(len(requests), nodes, -1)
         feedback.note_round(
@@ -203,26 +206,37 @@ class SpeculativeWorker(BaseSpecWorker):
 
     def _budgets(self, requests: Sequence) -> list[int]:
         """Nodes per request."""
-        if self.proposer is None:
+        if not any(self._can_draft(request) for request in requests):
             return [1] * len(requests)
-        asked = [_override(request).get("nodes") for request in requests]
+        asked = [override_of(request).get("nodes") for request in requests]
         chosen = 1
         if None in asked:
             chosen = self.config.nodes or self.budget.choose(len(requests))
         return [chosen if n is None else min(n, self.config.max_nodes) for n in asked]
 
+    def _can_draft(self, request) -> bool:
+        return self._asks_heads(request) or self.reflex.wanted(request) is not None
+
+    def _asks_heads(self, request) -> bool:
+        parts = override_of(request).get("parts")
+        return self.proposer is not None and (parts is None or "heads" in parts)
+
     def _propose(self, batch, budgets: list[int]) -> tuple[DraftTree, DepthLaws | None]:
         nodes = max(budgets)
         rows = batch.req_pool_indices.to(torch.int64)
         pending = self.slots.pending[rows]
-        if nodes == 1 or self.proposer is None:
+        if nodes == 1:
             return plain_tree(pending.tolist(), self.device), None
         params = law_params(batch.sampling_info)
         matched = [self._by_target_match(request) for request in batch.reqs]
+        paths = self.reflex.proposers(batch.reqs, rows.tolist())
         sampled_children = not all(matched)
-        proposal = self.proposer.propose(
-            self.slots.hidden[rows], pending, params, self.vocabulary, nodes, sampled_children
-        )
+        if self.proposer is not None and any(self._asks_heads(request) for request in batch.reqs):
+            hidden = self.slots.hidden[rows]
+            proposal = self.proposer.propose(hidden, pending, params, self.vocabulary, nodes, sampled_children)
+            proposal = replace(proposal, paths=paths)
+        else:
+            proposal = Proposal.of_paths(paths, self.device)
         tree = build_tree(
             pending.tolist(),
             proposal,
@@ -230,14 +244,14 @@ class SpeculativeWorker(BaseSpecWorker):
             budgets,
             tree_uniforms(batch.sampling_info, batch.seq_lens, nodes),
             matched,
-            TreeOptions(max_depth=self.proposer.depth, sampled_children=sampled_children),
+            TreeOptions(sampled_children=sampled_children),
             nodes,
         )
         return tree, proposal.laws
 
     def _by_target_match(self, request) -> bool:
         """Greedy requests, and those with a seed of their own, whose tokens must not depend on the tree."""
-        rule = _override(request).get("rule") or self.config.rule
+        rule = override_of(request).get("rule") or self.config.rule
         return rule == "target_match" or request.sampling_params.top_k <= 1
 
     def _lm_head(self) -> Tensor:
@@ -280,13 +294,15 @@ class SpeculativeWorker(BaseSpecWorker):
         batch.orig_seq_lens = batch.orig_seq_lens + 1
         batch.seq_lens_sum = None
 
-    def _keep(self, requests: Sequence, tree: DraftTree, verified: Verified) -> list[int]:
+    def _keep(self, requests: Sequence, rows: Sequence[int], tree: DraftTree, verified: Verified) -> list[int]:
         """How many of each request's tokens are emitted."""
         kept = []
-        rows = zip(requests, verified.tokens.tolist(), verified.lengths.tolist(), tree.drafted.tolist(), strict=True)
-        for request, tokens, length, drafted in rows:
+        tokens, lengths = verified.tokens.tolist(), verified.lengths.tolist()
+        for request, row, length, drafted in zip(requests, tokens, lengths, tree.drafted.tolist(), strict=True):
             note_round(request, drafted, length - 1)
-            kept.append(cut(request, tokens[:length]).kept)
+            kept.append(cut(request, row[:length]).kept)
+        emitted = [row[:n] for row, n in zip(tokens, kept, strict=True)]
+        self.reflex.observe(requests, rows, emitted)
         return kept
 
     def _compact(self, locations: Tensor, verified: Verified, kept: list[int]) -> None:
@@ -317,8 +333,3 @@ class SpeculativeWorker(BaseSpecWorker):
         B, nodes = tree.tokens.shape
         self.budget.record(B, nodes, sum(seconds))
         self.budget.acceptance.observe(tree.path_scores[:, 1:].tolist(), lengths)
-
-
-def _override(request) -> dict:
-    """The fields of the request's `SpeculationOverride`, {} where it has none."""
-    return (request.sampling_params.custom_params or {}).get(OVERRIDE_KEY, {})
