@@ -28,11 +28,14 @@ from services.lossless.verdict import Check, Verdict
 from services.machine import cores, quiet_libraries
 from services.models import fetch_model
 from services.progress import progress_bar
-from services.rollout.completion import Completion
+from services.rollout.completion import Completion, EngineError
 from services.rollout.engine import RolloutEngine
 from services.rollout.heads_file import load_heads
 from specroll_core.contracts import SamplingParams
 from specroll_core.heads import FutureTokenHeads
+
+# Of the longest completion, what one usually has; a wrong guess costs a second, smaller round of requests.
+_USUAL_SHARE = 0.8
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -46,7 +49,11 @@ def lossless_command(
     """
     if report is not None and not (report.parent.is_dir() and not report.is_dir()):
         raise ValueError(f"--json {report} must name a file in a directory that exists.")
-    verdict = prove(model, heads, options, data)
+    try:
+        verdict = prove(model, heads, options, data)
+    except EngineError as error:
+        Console(stderr=True).print(f"specroll: {error}")
+        return 1
     console.print(verdict.as_table())
     if report is not None:
         report.write_text(json.dumps(verdict.as_json(), indent=2) + "\n")
@@ -185,7 +192,7 @@ class Proof:
     def _missing(self, completions: Sequence[Completion]) -> int:
         """Completions that the wanted tokens still need, at the mean length so far."""
         tokens = sum(len(c.token_ids) for c in completions)
-        mean = tokens / len(completions) if completions else self._options.longest
+        mean = tokens / len(completions) if completions else _USUAL_SHARE * self._options.longest
         return max(0, math.ceil((self._options.rollout_tokens - tokens) / mean))
 
     def _note_acceptance(self, way: str, completions: Sequence[Completion]) -> None:
