@@ -20,7 +20,7 @@ from specroll_core.heads import FutureTokenHeads
 
 log = logging.getLogger(__name__)
 
-_FILE = "registry.json"
+FILE = "registry.json"
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class HeadsRegistry:
     def __init__(self, root: Path, *, keep: int = 5) -> None:
         self.store = ArtifactStore(root)
         self._keep = keep
-        self._path = root / _FILE
+        self._path = root / FILE
         self._notes = self._read()
 
     @property

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 
 from services.common import grpc_setup
-from services.common.artifacts import ArtifactError
+from services.common.artifacts import ArtifactError, open_artifact
 from services.common.run_board import CurrentHeads, RunBoard
 from services.config import Config, EngineConfig
 from services.heads.artifact import artifact_directory, load_artifact
@@ -117,11 +117,27 @@ class WorkerHeads:
             return await self._store.from_async_chunks(ref, chunks)
         found = await asyncio.to_thread(self._store.at_path, ref)
         if found is None:
-            if Path(ref.path).is_dir():
+            if self._is_here(ref.path):
                 # It is here, and is not what was announced: sending the files would not mend it.
-                raise HeadsRefused("artifact", f"{ref.path} is not the artifact of digest {ref.digest}")
+                self._control.refused["artifact"] += 1
+                reason = await asyncio.to_thread(_what_is_wrong, ref)
+                log.error("heads version %d are refused and the old ones serve on: %s", ref.version, reason)
+                raise HeadsRefused("artifact", reason)
             raise CannotRead(f"{ref.path} cannot be read here")
         return found
+
+
+    @staticmethod
+    def _is_here(path: str) -> bool:
+        return Path(path).is_dir()
+
+
+def _what_is_wrong(ref: artifact_pb2.ArtifactRef) -> str:
+    try:
+        found = open_artifact(Path(ref.path))
+    except ArtifactError as error:
+        return str(error)
+    return f"{found.path} has the digest {found.digest}, and {ref.digest} was announced"
 
 
 async def announce_for_ever(board: RunBoard, worker_id: str, address: str) -> None:

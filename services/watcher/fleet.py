@@ -22,7 +22,7 @@ from specroll.v1 import artifact_pb2, rollout_pb2, rollout_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_STATUS_SECONDS = 10.0
+_STATUS_SECONDS = 30.0
 _CHECKSUM_SECONDS = 60.0
 _SWAP_SECONDS = 180.0
 _FIRST_RETRY_SECONDS, _LONGEST_RETRY_SECONDS = 1.0, 30.0

@@ -10,6 +10,7 @@ import torch
 from services.common.artifacts import MANIFEST
 from services.heads.artifact import HeadsError, HeadsManifest, TrainedOn
 from services.heads.fingerprint import ModelFingerprint
+from services.heads.lineage import is_registry, lineage_table, show_registry
 from services.heads.registry import HeadsRegistry
 from services.rollout.heads_file import HEADS_FILE
 from specroll_core.heads import FutureTokenHeads, HeadsSpec
@@ -88,3 +89,24 @@ def test_a_version_lost_on_the_way_leaves_the_old_one(tmp_path, monkeypatch):
     again = HeadsRegistry(tmp_path)
     assert again.current().version == 1
     assert again.publish(heads(), manifest(1)).version == 3  # 2 was begun and is not used for anything else
+
+
+def test_the_lineage_is_shown(tmp_path, capsys):
+    registry = HeadsRegistry(tmp_path)
+    registry.publish(
+        heads(),
+        HeadsManifest(
+            MODEL, TrainedOn(4000, 9, "f", 1.0, (0, 7)), None, {"new": 1.6, "old": 1.0, "low": 0.5, "high": 0.7}
+        ),
+    )
+    registry.publish(heads(), manifest(1))
+    registry.roll_back(2, "worse")
+    (tmp_path / "v00000003").mkdir()
+    assert is_registry(tmp_path)
+    assert show_registry(tmp_path) == 0
+    shown = capsys.readouterr().out
+    assert "1.600" in shown
+    assert "blocked" in shown
+    assert "current" in shown
+    table = lineage_table(registry.lineage(), 1, {1: ["worker-a"]})
+    assert list(table.columns[-1].cells) == ["worker-a", ""]
