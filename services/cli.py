@@ -154,7 +154,9 @@ def queue_requeue(run: RunOption, entry_id: Annotated[str, typer.Argument(help="
     raise typer.Exit(_checked(lambda: requeue(run, entry_id)))
 
 
-HeadsDir = Annotated[Path, typer.Argument(metavar="HEADS_DIR", help="What `heads train` wrote.")]
+HeadsDir = Annotated[
+    Path, typer.Argument(metavar="HEADS_DIR", help="What `heads train` wrote, or the directory `heads` of a run.")
+]
 HeadsConfig = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Model, data and sampling law.")]
 Threads = Annotated[int, typer.Option("--threads", help="Threads to compute with; 0 for all cores.")]
 

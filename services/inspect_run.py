@@ -54,7 +54,7 @@ def print_status(address: str) -> int:
 
 def queue_ls(run: Path) -> int:
     """Counts of the queue and its oldest entries."""
-    with closing(_client(run)) as client:
+    with closing(redis_of(run)) as client:
         inspector = _inspector(run, client)
         stats, entries = inspector.stats(), inspector.entries(limit=20)
     console = Console(highlight=False)
@@ -74,7 +74,7 @@ def queue_ls(run: Path) -> int:
 
 def queue_show(run: Path, entry_id: str) -> int:
     """One entry, or dead letter, in words."""
-    with closing(_client(run)) as client:
+    with closing(redis_of(run)) as client:
         inspector = _inspector(run, client)
         entry = inspector.show(entry_id) or inspector.show_dead(entry_id)
     if entry is None:
@@ -96,7 +96,7 @@ def queue_show(run: Path, entry_id: str) -> int:
 
 def queue_dead(run: Path) -> int:
     """Dead letters, oldest first."""
-    with closing(_client(run)) as client:
+    with closing(redis_of(run)) as client:
         letters = _inspector(run, client).dead_letters()
     if not letters:
         Console().print("no dead letters")
@@ -109,7 +109,7 @@ def queue_dead(run: Path) -> int:
 
 
 def queue_requeue(run: Path, entry_id: str) -> int:
-    with closing(_client(run)) as client:
+    with closing(redis_of(run)) as client:
         try:
             new_id = _inspector(run, client).requeue(entry_id)
         except StreamError as error:
@@ -123,7 +123,7 @@ def _config(run: Path) -> Config:
     return Config.model_validate(saved)
 
 
-def _client(run: Path) -> redis.Redis:
+def redis_of(run: Path) -> redis.Redis:
     """The run's Redis: the embedded one, where the run is going on, or the configured one.
 
     Raises ValueError where neither answers.

@@ -16,6 +16,7 @@ from services.config_loader import load_config
 from services.heads.artifact import HeadsManifest, TrainedOn, check_target, load_artifact, write_heads
 from services.heads.collect import read_texts, sample_rows, text_rows
 from services.heads.fingerprint import ModelFingerprint
+from services.heads.lineage import is_registry, show_registry
 from services.heads.report import (
     NODES,
     RULES,
@@ -120,7 +121,9 @@ def eval_command(heads_dir: Path, config_path: Path, overrides: Sequence[str], t
 
 
 def show_command(heads_dir: Path) -> int:
-    """Prints the manifest of an artifact whose files are as it says."""
+    """Prints the manifest of an artifact whose files are as it says, or the versions in the directory of a run."""
+    if is_registry(heads_dir):
+        return show_registry(heads_dir)
     loaded = load_artifact(heads_dir)
     console.print(description(loaded))
     gate = loaded.manifest.gate
