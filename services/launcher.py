@@ -172,6 +172,9 @@ class Supervisor:
         display.update()
         if learner.process.returncode != 0:
             return self._report_death(learner, display)
+        for child in self._children.values():
+            if child.arguments is not None:
+                child.process.terminate()  # it serves the others and does not leave by itself
         deadline = Deadline(_LEAVE_SECONDS)
         while any(c.process.poll() is None for c in self._children.values()) and not deadline.expired:
             time.sleep(_POLL_SECONDS)

@@ -31,7 +31,7 @@ class Compose:
         self.services: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
         self.directory = directory
         self.settings = settings
-        ports = {port: str(free_port()) for port in ("50051", "50052", "6379")}
+        ports = {port: str(free_port()) for port in ("50051", "50052", "50053", "6379")}
         self.replacements = {
             "0.0.0.0": "127.0.0.1",  # noqa: S104
             "redis://redis:": "redis://127.0.0.1:",
@@ -68,7 +68,7 @@ class Compose:
 
     def start(self, name: str) -> None:
         words = list(self.services[name]["command"])
-        extra = [f"--set={s}" for s in self.settings] if name in ("learner", "rollout") else []
+        extra = [f"--set={s}" for s in self.settings] if name in ("learner", "rollout", "watcher") else []
         with (self.directory / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [*self.command(words), *extra],
