@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import socket
 import threading
 import time
 from dataclasses import asdict
@@ -312,7 +313,9 @@ class Watcher:
 
     def _name_current(self) -> None:
         settings, current = self.config.watcher, self.current
-        address = f"{settings.advertise or settings.host}:{self.server.port}"
+        wildcard = settings.host in ("0.0.0.0", "::")  # noqa: S104
+        host = settings.advertise or (socket.gethostname() if wildcard else settings.host)
+        address = f"{host}:{self.server.port}"
         self.board.set_heads(
             CurrentHeads(current.version, current.digest, str(current.path), address)
             if current is not None
