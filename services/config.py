@@ -191,7 +191,7 @@ class WatcherConfig(Section):
     """The watcher, which keeps the heads good. It runs where speculation is on and `enabled` is set.
 
     learner: host:port that policy files come from where run.dir is not shared. row_fraction: of the requests whose
-    positions become training rows; max_row_bytes: of rows held in Redis. check_records, patience, cooldown_seconds:
+    positions become training rows, rows_per_second at most; max_row_bytes: of rows held in Redis. check_records, patience, cooldown_seconds:
     of `specroll_core/drift.py`. min_rows: rows that training begins with; max_rows: the newest that it takes.
     train_seconds: after which training ends where it stands. gate_rows: held-out rows that decide. threads, nice: of
     the trainer's process. keep_versions: heads kept on disk beside the serving ones and those before them.
@@ -203,7 +203,8 @@ class WatcherConfig(Section):
     advertise: str | None = None
     metrics_port: Port = 0
     learner: str = ""
-    row_fraction: float = Field(0.25, gt=0, le=1)
+    row_fraction: float = Field(0.5, gt=0, le=1)
+    rows_per_second: float = Field(100.0, gt=0)
     max_row_bytes: int = Field(64 * 2**20, ge=2**20)
     check_records: int = Field(512, ge=32)
     patience: int = Field(2, ge=1)
