@@ -60,7 +60,12 @@ class FeedbackForwarder:
         address = f"ipc://{Path(self._directory.name) / 'rows'}"
         self._socket.bind(address)
         os.environ[FEEDBACK_VARIABLE] = json.dumps(
-            {"address": address, "fraction": config.row_fraction, "queue": _QUEUE_FRAMES}
+            {
+                "address": address,
+                "fraction": config.row_fraction,
+                "queue": _QUEUE_FRAMES,
+                "rate": config.rows_per_second,
+            }
         )
         self._waiting: deque[feedback_pb2.TrajectoryFeedback] = deque()
         self._stop = threading.Event()

@@ -18,6 +18,7 @@ from typing import Any
 
 import redis
 import torch
+from google.protobuf.message import DecodeError
 
 from services import queue
 from services.common import grpc_setup
@@ -132,12 +133,18 @@ class Watcher:
             self.stop.wait(_WAIT_SECONDS)
             return
         for delivery in deliveries:
-            for trajectory in feedback_pb2.FeedbackBatch.FromString(delivery.payload).trajectories:
-                for record in drift_records(trajectory):
-                    self.log.write("record", record.to_json())
-                    for kind, facts in self.watch.observe(record).happened:
-                        self._event(kind, **facts)
-        self.consumer.ack_many(deliveries)
+            try:
+                batch = feedback_pb2.FeedbackBatch.FromString(delivery.payload)
+                records = [record for trajectory in batch.trajectories for record in drift_records(trajectory)]
+            except (DecodeError, ValueError) as error:
+                delivery.dead_letter(f"no verifier feedback: {error}")
+                self.metrics.count("feedback/malformed/total")
+                continue
+            for record in records:
+                self.log.write("record", record.to_json())
+                for kind, facts in self.watch.observe(record).happened:
+                    self._event(kind, **facts)
+            delivery.ack()
 
     def _read_rows(self) -> None:
         if time.monotonic() < self._rows_at:
@@ -327,8 +334,9 @@ class Watcher:
         at = {"time": time.time()}
         self.log.write(kind, facts | at)
         self.metrics.count(f"{kind}/total")
-        numbers = {k: float(v) for k, v in facts.items() if isinstance(v, int | float)}
-        self.metrics.write(kind, self.watch.version, numbers, {k: v for k, v in facts.items() if isinstance(v, str)})
+        numbers = {f"{kind}/{k}": float(v) for k, v in facts.items() if isinstance(v, int | float)}
+        words = {f"{kind}/{k}": v for k, v in facts.items() if isinstance(v, str)}
+        self.metrics.write(kind, self.watch.version, numbers, words)
         shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in facts.items() if k != "prompts"}
         level = {"check": logging.DEBUG, "alarm": logging.ERROR, "worse": logging.WARNING}.get(kind, logging.INFO)
         log.log(level, "%s: %s", kind.replace("_", " "), json.dumps(shown, default=str))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,11 +40,33 @@ class _Open:
     rows: int = 0
 
 
-class RowSender:
-    """One per scheduler. address: of the rollout process's socket; fraction: of requests that are followed;
-    queue: frames that may wait for the other end."""
+class Allowance:
+    """A token bucket: `rate` a second on average, twenty seconds' worth at once. A faster machine does not need more
+    rows than a slow one, and they cost more there."""
 
-    def __init__(self, address: str, fraction: float, queue: int) -> None:
+    def __init__(self, rate: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = rate
+        self._clock = clock
+        self._level = self._most = 20 * rate
+        self._at = clock()
+
+    def left(self) -> bool:
+        now = self._clock()
+        self._level = min(self._most, self._level + (now - self._at) * self._rate)
+        self._at = now
+        return self._level > 0
+
+    def take(self, amount: int) -> None:
+        """May go below zero: what was begun is finished, and paid for later."""
+        self._level -= amount
+
+
+class RowSender:
+    """One per scheduler. address: of the rollout process's socket; fraction: of requests that are followed, as long as
+    they bring no more than `rate` rows a second; queue: frames that may wait for the other end."""
+
+    def __init__(self, address: str, fraction: float, queue: int, rate: float) -> None:
+        self._allowance = Allowance(rate)
         self._threshold = int(fraction * 2**32)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, queue)
@@ -101,15 +124,15 @@ class RowSender:
                 and params.repetition_penalty == 1
                 and not params.logit_bias
             )
-            known = plain and int(request.rid[:8], 16) < self._threshold
+            known = plain and int(request.rid[:8], 16) < self._threshold and self._allowance.left()
             setattr(request, _FOLLOWED, known)
         return known
 
-    @staticmethod
-    def _append(rows: _Open, tokens: Tensor, hidden: Tensor) -> None:
+    def _append(self, rows: _Open, tokens: Tensor, hidden: Tensor) -> None:
         rows.tokens.append(tokens)
         rows.hidden.append(hidden.to(torch.bfloat16))
         rows.rows += len(tokens)
+        self._allowance.take(len(tokens))
 
     @staticmethod
     def _longest(hidden_size: int) -> int:

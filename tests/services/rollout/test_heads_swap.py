@@ -283,8 +283,20 @@ def test_rows_and_statistics_reach_redis(serving, run, client, forwarder, model)
     assert forwarder.counters["dropped_statistics"] == 0
 
 
+def test_the_allowance_is_a_rate_with_a_burst():
+    now = 0.0
+    allowance = plugin_feedback.Allowance(10.0, lambda: now)
+    taken = 0
+    for step in range(1000):
+        now = 0.1 * step
+        if allowance.left():
+            allowance.take(7)
+            taken += 7
+    assert 200 + 990 <= taken <= 200 + 1000 + 7
+
+
 def test_a_full_socket_drops_frames_and_never_waits(tmp_path):
-    sender = plugin_feedback.RowSender(f"ipc://{tmp_path}/nobody", 1.0, queue=2)
+    sender = plugin_feedback.RowSender(f"ipc://{tmp_path}/nobody", 1.0, queue=2, rate=100.0)
 
     class Params:
         temperature, top_p, top_k, min_p = 1.0, 1.0, -1, 0.0
