@@ -162,7 +162,7 @@ def trajectory_feedback(
 
 
 def spans_of(marks: Iterable[Sequence[int]], tokens: int) -> tuple[VersionSpan, ...]:
-    """Spans that cover [0, tokens) from (version, first token) in the order in which they happened; none without any."""
+    """Spans that cover [0, tokens), from (version, first token) in the order in which they happened."""
     starts: list[tuple[int, int]] = []
     for version, start in marks:
         while starts and starts[-1][1] >= start:
