@@ -57,6 +57,7 @@ class Fleet:
         self._connect = connect
         self._pool = ThreadPoolExecutor(max_workers=16, thread_name_prefix="fleet")
         self._workers: dict[str, Worker] = {}
+        self._closing = False
         self.swaps = self.swaps_failed = 0
         self.commit_seconds = 0.0  # the slowest of the last swap
 
@@ -96,10 +97,15 @@ class Fleet:
         self._on_all(self.workers(), ask)
         return found
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers.values():
+    def abort(self) -> None:
+        """Ends all calls, now and later; from any thread."""
+        self._closing = True
+        for worker in list(self._workers.values()):
             worker.channel.close()
+
+    def close(self) -> None:
+        self.abort()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _ask(self, worker: Worker) -> None:
         status = worker.stub.GetStatus(rollout_pb2.RolloutStatusRequest(), timeout=_STATUS_SECONDS)
@@ -142,9 +148,14 @@ class Fleet:
                 done.append(worker)
             except grpc.RpcError as error:
                 self._failed(worker, f"{error.code().name}: {error.details()}")
+            except ValueError:
+                if not self._closing:  # what gRPC raises for a channel that was closed
+                    raise
         return done
 
     def _failed(self, worker: Worker, reason: str) -> None:
+        if self._closing:
+            return
         self.swaps_failed += 1
         worker.failure = reason
         worker.retry_at = time.monotonic() + worker.pause

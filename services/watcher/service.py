@@ -107,6 +107,7 @@ class Watcher:
         self.server.start()
         self._name_current()
         self.trainer.resume()
+        threading.Thread(target=self._abort_calls_on_stop, name="stop", daemon=True).start()
         while not self.stop.is_set():
             self.lock.check()
             with self.metrics.guard("feedback"):
@@ -124,6 +125,11 @@ class Watcher:
         self.lock.release()
         self.log.close()
         self.metrics.close()
+
+    def _abort_calls_on_stop(self) -> None:
+        """A worker that does not answer must not hold up the end."""
+        self.stop.wait()
+        self.fleet.abort()
 
     def _read_statistics(self) -> None:
         try:
