@@ -27,21 +27,26 @@ class ReflexOptions:
 
     slot_tokens: of one request's prompt and own tokens, the most recent are remembered. siblings: requests opened with
     one group key learn from each other while they are generated, within group_tokens for each group and group_bytes for
-    all. table: other prompts' rollouts that have ended are remembered within table_bytes.
+    all. table: rollouts that have ended are remembered for all prompts within table_bytes. sibling_weight, table_weight:
+    of an occurrence there, where one in the request's own tokens counts 1.
     """
 
     memory: Literal["path", "suffix", "off"] = "path"
     slot_tokens: int = 8192
     siblings: bool = True
+    sibling_weight: float = 0.1
     group_tokens: int = 16384
     group_bytes: int = 64 * _MIB
     table: bool = False
+    table_weight: float = 0.1
     table_bytes: int = 16 * _MIB
     matching: MemoryOptions = field(default_factory=MemoryOptions)
 
     def __post_init__(self) -> None:
         if self.slot_tokens < 64 or self.group_tokens < 64:
             raise ValueError("slot_tokens and group_tokens must be at least 64.")
+        if not (0 < self.sibling_weight <= 1 and 0 < self.table_weight <= 1):
+            raise ValueError("sibling_weight and table_weight must be above 0 and at most 1.")
         if self.group_bytes < self.group_tokens * BYTES_PER_ENTRY:
             raise ValueError(
                 f"group_bytes = {self.group_bytes} must hold at least one group: {BYTES_PER_ENTRY} bytes for each of "
@@ -57,22 +62,16 @@ class ReflexOptions:
 
 
 class _Group:
-    """The prompt of one group and what its siblings have generated so far, in one store."""
+    """What the siblings of one group have generated so far, in one store."""
 
     def __init__(self, prompt: Sequence[int], capacity: int) -> None:
         self.store = TokenStore(capacity)
         self.fingerprint = hash(tuple(prompt))
         self.open = 0
-        self._start = tuple(prompt[-ORDERS:])
         self._left: OrderedDict[int, Stream] = OrderedDict()
-        Stream(self.store, prompt[-(capacity // 2) :])
 
-    def stream(self, own: Sequence[int]) -> Stream:
-        """A completion that so far holds `own`: one that was left there, or a new one.
-
-        The prompt's end stands before each, so that first tokens are matched as well.
-        """
-        tokens = (*self._start, *own)
+    def stream(self, tokens: Sequence[int]) -> Stream:
+        """A completion that so far holds `tokens`: one that was left there, or a new one."""
         return self._left.pop(fingerprint(tokens), None) or Stream(self.store, tokens)
 
     def leave(self, stream: Stream) -> None:
@@ -85,8 +84,9 @@ class _Group:
 @dataclass(slots=True)
 class _Slot:
     memory: TrajectoryMemory
-    stream: Stream
+    own: Stream
     group: _Group | None
+    shared: Stream | None
     emitted: int
 
 
@@ -111,21 +111,28 @@ class Reflex:
         self._drop(slot)
         if self.options.memory == "off":
             return
+        own = Stream(TokenStore(self.options.slot_tokens), (*prompt_ids, *own_ids))
         group = self._group(group_key, prompt_ids) if self.options.siblings and group_key is not None else None
+        far: list[tuple[TokenStore, float]] = []
+        shared = None
         if group is not None:
-            stream = group.stream(own_ids)
+            # The prompt's end stands before each completion, so that first tokens are matched as well.
+            shared = group.stream((*prompt_ids[-ORDERS:], *own_ids))
             group.open += 1
-        else:
-            stream = Stream(TokenStore(self.options.slot_tokens), (*prompt_ids, *own_ids))
+            far.append((group.store, self.options.sibling_weight))
+        if self._table is not None:
+            far.append((self._table, self.options.table_weight))
         context = (*prompt_ids[-ORDERS:], *own_ids[-ORDERS:])
-        memory = TrajectoryMemory(stream.store, context, self._table, self._matching)
-        self._slots[slot] = _Slot(memory, stream, group, len(own_ids))
+        memory = TrajectoryMemory(own.store, context, far, self._matching)
+        self._slots[slot] = _Slot(memory, own, group, shared, len(own_ids))
 
     def observe(self, slot: int, tokens: Sequence[int]) -> None:
         """Adds what the slot's request has emitted. Slots that are not open are passed over."""
         state = self._slots.get(slot)
         if state is not None and tokens:
-            state.stream.extend(tokens)
+            state.own.extend(tokens)
+            if state.shared is not None:
+                state.shared.extend(tokens)
             state.memory.observe(tokens)
             state.emitted += len(tokens)
 
@@ -141,7 +148,7 @@ class Reflex:
         """
         state = self._slots.get(slot)
         if state is not None and ended and self._table is not None:
-            Stream(self._table, state.stream.last(state.emitted + ORDERS))
+            Stream(self._table, state.own.last(state.emitted + ORDERS))
         self._drop(slot)
 
     def __len__(self) -> int:
@@ -149,9 +156,9 @@ class Reflex:
 
     def _drop(self, slot: int) -> None:
         state = self._slots.pop(slot, None)
-        if state is not None and state.group is not None:
+        if state is not None and state.group is not None and state.shared is not None:
             state.group.open -= 1
-            state.group.leave(state.stream)
+            state.group.leave(state.shared)
 
     def _group(self, key: Hashable, prompt: Sequence[int]) -> _Group | None:
         """The group of a key, made where there is room: the one idle for longest gives way, one in use never does."""

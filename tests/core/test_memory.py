@@ -32,25 +32,28 @@ def match_lengths(stream: Sequence[int], context: Sequence[int], path: Sequence[
 
 
 def naive_law(
-    near: Sequence[Sequence[int]],
+    own: Sequence[int],
     context: Sequence[int],
     path: Sequence[int],
     inside: bool = True,
-    far: Sequence[Sequence[int]] = (),
-    far_weight: float = 0.0,
+    far: Sequence[tuple[Sequence[Sequence[int]], float]] = (),
 ) -> Law:
-    seen = []  # next token, match length, weight
-    for streams, weight, least in ((near, 1.0, 1), (far, far_weight, 2)):
-        for stream in streams:
-            lengths = match_lengths(stream, context, path, inside)
-            seen += [(stream[j + 1], lengths[j], weight) for j in range(len(stream) - 1) if lengths[j] >= least]
+    """far: several streams at a time, with the weight of their positions."""
+
+    def seen(stream: Sequence[int], weight: float) -> list[tuple[int, int, float]]:
+        lengths = match_lengths(stream, context, path, inside)
+        return [(stream[j + 1], lengths[j], weight) for j in range(len(stream) - 1)]
+
+    close = [x for x in seen(own, 1.0) if x[1] >= 1]
+    distant = [x for streams, weight in far for stream in streams for x in seen(stream, weight) if x[1] >= 2]
     law: Law = {}
-    for v in {token for token, _, _ in seen}:
+    for v in {token for token, _, _ in close + distant}:
         p = 0.0
         for n in range(1, ORDERS + 1):
-            c = sum(w for token, m, w in seen if token == v and m >= n)
-            p = (c + 0.7 * p) / (sum(w for _, m, w in seen if m >= n) + 0.7)
-        law[v] = p, max(m for token, m, _ in seen if token == v)
+            for positions in (distant, close) if n > 1 else (close,):
+                c = sum(w for token, m, w in positions if token == v and m >= n)
+                p = (c + 0.7 * p) / (sum(w for _, m, w in positions if m >= n) + 0.7)
+        law[v] = p, max(m for token, m, _ in close + distant if token == v)
     return law
 
 
@@ -78,7 +81,7 @@ def test_the_law_is_that_of_all_positions(inside: bool, vocab: int) -> None:
         memory = TrajectoryMemory(store, history, options=MemoryOptions(inside_starts=inside, **EVERYTHING))
         for _ in range(6):
             path = [r.randrange(vocab) for _ in range(r.randrange(0, 9))]
-            assert_same(proposed(memory, path), naive_law([history], history, path, inside))
+            assert_same(proposed(memory, path), naive_law(history, history, path, inside))
 
 
 def test_the_floor_leaves_out_what_is_unlikely_and_nothing_else() -> None:
@@ -90,29 +93,30 @@ def test_the_floor_leaves_out_what_is_unlikely_and_nothing_else() -> None:
         memory = TrajectoryMemory(store, history, options=MemoryOptions(floor=0.1, walk=10**9))
         for length in range(5):
             path = [r.randrange(12) for _ in range(length)]
-            law = naive_law([history], history, path)
+            law = naive_law(history, history, path)
             assert_same(proposed(memory, path), {v: x for v, x in law.items() if x[0] >= 0.1})
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_siblings_and_other_prompts_count_by_their_weights(inside: bool) -> None:
+def test_others_count_by_their_weights_one_rung_lower(inside: bool) -> None:
     r = random.Random(2)
     for _ in range(60):
         vocab = r.choice([2, 4, 8])
-        near, far = ([[r.randrange(vocab) for _ in range(r.randrange(40))] for _ in range(3)] for _ in range(2))
-        stores = []
-        for streams in (near, far):
-            store = TokenStore(1000)
-            writers = [Stream(store) for _ in streams]
+        own, *others = ([r.randrange(vocab) for _ in range(r.randrange(40))] for _ in range(6))
+        groups = [(others[:3], 0.1), (others[3:], 0.4)]
+        store = TokenStore(1000)
+        Stream(store, own)
+        far = []
+        for streams, weight in groups:
+            far.append((TokenStore(1000), weight))
+            writers = [Stream(far[-1][0]) for _ in streams]
             for i in range(40):  # written in turns, as siblings are generated
                 for writer, stream in zip(writers, streams, strict=True):
                     writer.extend(stream[i : i + 1])
-            stores.append(store)
-        options = MemoryOptions(inside_starts=inside, far_weight=0.4, **EVERYTHING)
-        memory = TrajectoryMemory(stores[0], near[0], stores[1], options)
+        memory = TrajectoryMemory(store, own, far, MemoryOptions(inside_starts=inside, **EVERYTHING))
         for length in range(6):
             path = [r.randrange(vocab) for _ in range(length)]
-            assert_same(proposed(memory, path), naive_law(near, near[0], path, inside, far, 0.4))
+            assert_same(proposed(memory, path), naive_law(own, own, path, inside, groups))
 
 
 def test_a_match_may_begin_inside_the_draft() -> None:
@@ -187,7 +191,7 @@ def test_the_bytes_of_a_store_are_bounded_and_stay_flat(vocab: int) -> None:
 
 
 def test_impossible_settings_are_refused() -> None:
-    for settings in ({"max_depth": 0}, {"walk": 0}, {"floor": 1.0}, {"far_weight": 0.0}):
+    for settings in ({"max_depth": 0}, {"walk": 0}, {"floor": 1.0}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             MemoryOptions(**settings)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="capacity"):

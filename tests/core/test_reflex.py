@@ -83,9 +83,9 @@ def test_siblings_are_seen_as_they_are_generated() -> None:
             own[slot].extend(emitted)
     memory = reflex.proposer(2)
     assert memory is not None
-    streams = [prompt, *(prompt[-8:] + tail for tail in own)]
+    siblings = [prompt[-8:] + tail for tail in own]
     for path in ([], [1], [3, 2], [1, 1, 4]):
-        law = naive_law(streams, prompt + own[2], path)
+        law = naive_law(prompt + own[2], prompt + own[2], path, far=[(siblings, 0.1)])
         assert_same(proposed(memory, path), {v: x for v, x in law.items() if x[0] >= 0.02})
 
 
@@ -162,7 +162,7 @@ def test_memory_stays_within_its_bounds_over_many_requests() -> None:
 
 
 def held(reflex: Reflex) -> int:
-    stores = {id(s.stream.store): s.stream.store for s in reflex._slots.values()}
+    stores = {id(s.own.store): s.own.store for s in reflex._slots.values()}
     stores |= {id(g.store): g.store for g in reflex._groups.values()}
     assert reflex._table is not None
     stores[id(reflex._table)] = reflex._table
