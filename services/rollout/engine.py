@@ -32,7 +32,7 @@ from services.rollout.completion import (
     SpeculationStats,
     UpdateReport,
 )
-from services.rollout.heads_control import HeadsControl
+from services.rollout.heads_control import HeadsControl, check_start_heads
 from services.rollout.heads_feedback import spans_of
 from services.rollout.heads_file import load_heads
 from services.rollout.policy_check import PolicyShape, check_policy
@@ -91,7 +91,7 @@ class RolloutEngine:
                 f"that the model in {model_dir} was made for."
             )
         if config.speculation.enabled and config.speculation.heads is not None:
-            _check_heads(config.speculation.heads, shape, model_dir, policy_version)
+            check_start_heads(config.speculation.heads, shape, model_dir, policy_version)
         engine = engine_process.launch(
             config=config, dtype=dtype, model_dir=model_dir, weight_version=_label(policy_version, 0), seed=seed
         )

@@ -21,7 +21,8 @@ from services.common.artifacts import ArtifactError
 from services.heads.artifact import load_artifact
 from services.heads.fingerprint import ModelFingerprint
 from services.rollout.completion import EngineError
-from services.rollout.heads_file import HEADS_FILE
+from services.rollout.heads_file import HEADS_FILE, load_heads
+from services.rollout.policy_check import PolicyShape
 from services.rollout.sglang_plugin import heads_names
 
 if TYPE_CHECKING:
@@ -160,6 +161,19 @@ class HeadsControl:
             )
         if not success:
             raise HeadsRefused("engine", message)
+
+
+def check_start_heads(path: Path, model: PolicyShape, model_dir: Path, policy_version: int) -> None:
+    """Raises ValueError where heads that an engine is to start with do not fit its model."""
+    if path.is_dir():  # with a manifest: more can be compared than shapes
+        load_artifact(path, ModelFingerprint.of(model_dir), lm_head_may_differ=policy_version > 0)
+    spec = load_heads(path).spec
+    ours, theirs = (spec.hidden, spec.vocab), (model.config["hidden_size"], model.vocab_size)
+    if ours != theirs:
+        raise ValueError(
+            f"rollout.engine.speculation.heads = {path} fits a hidden size and vocabulary of {ours}, but the model has "
+            f"{theirs}."
+        )
 
 
 def _exchange(socket: Any, method: str, parameters: dict[str, Any]) -> tuple[bool, str]:
