@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, TypeVar
 
 import typer
 
@@ -31,6 +31,8 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", h
 RunOption = Annotated[Path, typer.Option("--run", metavar="DIR", help="Run directory.")]
 
 USAGE_ERROR = 2
+
+T = TypeVar("T")
 
 
 @app.command()
@@ -217,6 +219,54 @@ def heads_show(heads_dir: HeadsDir) -> None:
 
 
 @app.command()
+def bench(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Model, data, sampling and heads.")],
+    concurrency: Annotated[str, typer.Option("--concurrency", help="Requests in flight.")] = "1,2,4,8,16,32,64",
+    temperature: Annotated[str, typer.Option("--temperature", help="Temperatures.")] = "0.6,1",
+    arms: Annotated[str, typer.Option("--arms", help="Ways of decoding; see docs/bench.md.")] = "",
+    nodes: Annotated[int, typer.Option("--nodes", help="Nodes beside the root; 0 lets the engine choose.")] = 0,
+    widths: Annotated[
+        str, typer.Option("--widths", help="Nodes beside the root that the bound is measured at; empty for no bound.")
+    ] = "1,3,5,7,11,15",
+    rounds: Annotated[int, typer.Option("--rounds", help="Windows of each arm, taken in turn.")] = 5,
+    seconds: Annotated[float, typer.Option("--seconds", help="Length of a window.")] = 5.0,
+    prompts: Annotated[int, typer.Option("--prompts", help="Held-out prompts to take.")] = 128,
+    group_size: Annotated[int, typer.Option("--group-size", help="Completions of one prompt in flight together.")] = 1,
+    learner: Annotated[bool, typer.Option("--learner", help="Train on the other half of the cores meanwhile.")] = False,
+    hf: Annotated[bool, typer.Option("--hf", help="Measure transformers.generate too, for scale.")] = False,
+    threads: Threads = 0,
+    json_: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Writes all figures there.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draws the ratios there.")] = None,
+    set_: Overrides = [],  # noqa: B006
+) -> None:
+    """Measures what speculation gains here: arms in turn on one engine, with intervals and the bound."""
+
+    def run() -> int:
+        from services.bench.commands import bench_command
+        from services.bench.options import DEFAULT_ARMS, BenchOptions
+
+        options = BenchOptions(
+            concurrency=tuple(_numbers("--concurrency", concurrency, int)),
+            temperatures=tuple(_numbers("--temperature", temperature, float)),
+            arms=tuple(arms.split(",")) if arms else DEFAULT_ARMS,
+            nodes=nodes or None,
+            widths=tuple(_numbers("--widths", widths, int)) if widths else (),
+            rounds=rounds,
+            seconds=seconds,
+            prompts=prompts,
+            group_size=group_size,
+            learner=learner,
+            hf=hf,
+            threads=threads,
+            json=json_,
+            plot=plot,
+        )
+        return bench_command(config, set_, options)
+
+    raise typer.Exit(_checked(run))
+
+
+@app.command()
 def lossless(
     heads: Annotated[Path, typer.Option("--heads", metavar="DIR", help="Heads to speculate with.")],
     model: Annotated[str, typer.Argument(metavar="MODEL", help='"bundled", a directory, or a hub id.')] = "bundled",
@@ -258,6 +308,14 @@ def lossless(
         return lossless_command(model, heads, options, data_of(config), json_)
 
     raise typer.Exit(_checked(run))
+
+
+def _numbers(option: str, text: str, kind: type[T]) -> list[T]:
+    """The numbers of a comma-separated list. Raises ValueError naming the option."""
+    try:
+        return [kind(part) for part in text.split(",")]  # type: ignore[call-arg]
+    except ValueError:
+        raise ValueError(f"{option} {text} must be numbers separated by commas.") from None
 
 
 def _checked(run: Callable[[], int]) -> int:

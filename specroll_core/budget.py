@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from specroll_core.cost import RoundTimes
 
-BUDGETS = (1, 2, 4, 6, 8, 12, 16, 24)
+BUDGETS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 
 _START_GAIN = 1.05
 _STOP_GAIN = 1.0

@@ -100,7 +100,9 @@ class CountTableScorer:
         depths = log_q.shape[1]
         edges = torch.tensor(LOG_Q_EDGES, device=log_q.device)
         powers = torch.tensor([self._tau_power(d + 1) for d in range(depths)], device=log_q.device)
-        bases = torch.tensor([_cell(0, 0, 0, _depth_bin(d + 1)) for d in range(depths)], device=log_q.device)
+        bases = torch.tensor(
+            [_cell(0, 0, 0, _depth_bin(d + 1)) for d in range(depths)], dtype=torch.int64, device=log_q.device
+        )
         stride = CELLS // 9
         cells = torch.bucketize(log_q, edges, right=True) * stride + bases[:, None]
         prior = (log_q * powers[:, None]).exp().clamp_max(0.9)

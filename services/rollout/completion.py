@@ -38,8 +38,8 @@ class Completion:
 
     token_ids: every token that was sampled, a stop token and the tokens of a stop string included.
     logprobs: of the final law (temperature, penalties, bias, top-k, top-p, min-p), one per token; 0 at temperature 0.
-    policy_version_spans: cover [0, len(token_ids)), as do head_version_spans where speculation is on, with version 0 for
-    none. rounds: (tokens emitted before, nodes drafted, nodes accepted) of each verification. cached_tokens: prompt
+    policy_version_spans: cover [0, len(token_ids)), as do head_version_spans where speculation is on, with version 0
+    for none. rounds: (tokens emitted before, nodes drafted, nodes accepted) of each verification. cached_tokens: prompt
     tokens whose keys and values were reused.
     """
 
@@ -74,9 +74,10 @@ class UpdateReport:
 class SpeculationStats:
     """Sums over all verification rounds since the engine started.
 
-    plain_rounds: in which nothing was drafted. requests: of all rounds; emitted / requests is the acceptance length, what ends cut off included. drafted: nodes
-    beside the roots. Seconds of the scheduler's process: heads and trees, the target's forward, the walk and what
-    follows it.
+    plain_rounds: in which nothing was drafted. requests: of all rounds; emitted / requests is the acceptance length,
+    what ends cut off included. drafted: nodes beside the roots. Seconds of the scheduler's process: heads and trees,
+    the target's forward (in plain rounds with sampling), the walk and what follows it; clock_seconds: when this was
+    read.
     """
 
     rounds: int = 0
@@ -87,6 +88,7 @@ class SpeculationStats:
     propose_seconds: float = 0.0
     forward_seconds: float = 0.0
     verify_seconds: float = 0.0
+    clock_seconds: float = 0.0
 
     def add(
         self, requests: int, nodes: int, drafted: int, emitted: int, propose: float, forward: float, verify: float

@@ -266,7 +266,7 @@ class RolloutEngine:
 
     def _sglang_params(self, sampling: SamplingParams, speculation: SpeculationOverride | None) -> dict[str, Any]:
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
-        params = {
+        params: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,

@@ -156,9 +156,6 @@ def _variables(config: EngineConfig) -> dict[str, str]:
     if not has_accelerator():
         # SGLang compiles its repetition penalty, which on a CPU would need a C++ compiler at run time.
         variables["TORCHDYNAMO_DISABLE"] = "1"
-        # Left alone, glibc returns buffers of a step's size (logits of a batch) to the kernel at once and has every page
-        # zeroed again in the next step: a softmax over 16 rows of 49,152 took 3.1 ms in place of 0.8.
-        variables |= {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**31)}
     if "sampling_backend" in config.args:
         variables[SAMPLER_VARIABLE] = "sglang"
     if config.speculation.enabled:

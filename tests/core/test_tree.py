@@ -9,6 +9,8 @@ from torch import Tensor
 from specroll_core.growth import TreeOptions
 from specroll_core.heads import ProposalVocabulary
 from specroll_core.law import LawParams
+from specroll_core.memory import TrajectoryMemory
+from specroll_core.memory_store import Stream, TokenStore
 from specroll_core.proposal import PathCandidate, Proposal, propose_from_logits
 from specroll_core.scorer import NO_LOG_Q, CountTableScorer
 from specroll_core.tree import DraftTree, build_tree
@@ -174,3 +176,15 @@ def test_more_nodes_than_candidates_leave_invalid_ones() -> None:
     assert int(tree.drafted) == 3
     assert tree.valid[0].tolist() == [True] * 4 + [False] * 6
     check_structure(tree)
+
+
+def test_a_memory_alone_proposes_without_heads() -> None:
+    store, tokens = TokenStore(64), (1, 2, 3, 4, 1, 2, 3, 4, 1, 2)
+    Stream(store, tokens)
+    proposal = Proposal.of_paths([TrajectoryMemory(store, tokens), None])
+    tree = build_tree([2, 2], proposal, CountTableScorer(), [6, 6], torch.rand(2, 6, dtype=torch.float64))
+    # What followed "1 2" each time, as a chain; and nothing where there is no memory.
+    assert tree.tokens[0].tolist() == [2, 3, 4, 1, 2, 3]
+    assert tree.parents[0].tolist() == [-1, 0, 1, 2, 3, 4]
+    assert tree.drafted.tolist() == [5, 0]
+    assert not tree.any_sampled

@@ -86,6 +86,10 @@ def _pin_scheduler(result, *args, **kwargs) -> None:  # noqa: ARG001 (a hook's s
     """OpenMP threads spin: two processes on one core slow each other down tenfold, so each keeps to its own."""
     import torch
 
+    from services.machine import keep_freed_memory
+
+    keep_freed_memory()
+
     cpus = [int(cpu) for cpu in os.environ.get(CPUS_VARIABLE, "").split(",") if cpu]
     if cpus:
         os.sched_setaffinity(0, cpus)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, replace
 
 import torch
@@ -78,9 +78,9 @@ class SpeculativeWorker(BaseSpecWorker):
         self.stats = SpeculationStats()
         self.scorer = CountTableScorer()
         self.reflex = ReflexSlots(self.config)
-        self.budget = BudgetPolicy(
-            [n for n in BUDGETS if n <= self.config.max_nodes], peak_tokens=self.config.peak_tokens
-        )
+        # What pays depends on who proposes: requests that ask for other parts have a policy of their own.
+        self.budgets: dict[Hashable, BudgetPolicy] = {}
+        self._chooser: BudgetPolicy | None = None  # whose choice this round is, if any's
         assert get_parallel().tp_size == 1, "the LM head must be whole; refused when the engine starts"
         assert get_schedule().disable_overlap_schedule, "the worker reads requests that the scheduler has settled"
 
@@ -91,7 +91,7 @@ class SpeculativeWorker(BaseSpecWorker):
 
     def stats_record(self) -> dict[str, float]:
         """The fields of `SpeculationStats`, as plain numbers for SGLang's messages."""
-        return asdict(self.stats)
+        return asdict(self.stats) | {"clock_seconds": time.perf_counter()}
 
     def alloc_memory_pool(self, **kwargs) -> None:  # noqa: ARG002 (SGLang's signature)
         self.req_to_token_pool, self.token_to_kv_pool_allocator = self._target_worker.get_memory_pool()
@@ -159,8 +159,11 @@ class SpeculativeWorker(BaseSpecWorker):
         result.speculative_num_draft_tokens = result.speculative_output_stride = 1
         seconds = time.perf_counter() - began
         self.stats.add(B, 1, 0, B, 0.0, seconds, 0.0)
-        if self.proposer is not None and not self.config.nodes:
-            self.budget.record(B, 1, seconds)
+        if self._chooser is not None:
+            self._chooser.record(B, 1, seconds)
+        for policy in self.budgets.values():
+            if policy is not self._chooser:
+                policy.times.record(B, 1, seconds)
         return result
 
     def _round(self, batch, budgets: list[int]) -> GenerationBatchResult:
@@ -206,13 +209,24 @@ class SpeculativeWorker(BaseSpecWorker):
 
     def _budgets(self, requests: Sequence) -> list[int]:
         """Nodes per request."""
+        self._chooser = None
         if not any(self._can_draft(request) for request in requests):
             return [1] * len(requests)
         asked = [override_of(request).get("nodes") for request in requests]
         chosen = 1
         if None in asked:
-            chosen = self.config.nodes or self.budget.choose(len(requests))
+            chosen = self.config.nodes or self._choose(requests, asked.index(None))
         return [chosen if n is None else min(n, self.config.max_nodes) for n in asked]
+
+    def _choose(self, requests: Sequence, free: int) -> int:
+        """Nodes that the policy wants for the round. free: the first request that leaves it to the policy."""
+        override = override_of(requests[free])
+        key = (override.get("rule"), tuple(override.get("parts") or ()))
+        policy = self._chooser = self.budgets.setdefault(
+            key,
+            BudgetPolicy([n for n in BUDGETS if n <= self.config.max_nodes], peak_tokens=self.config.peak_tokens),
+        )
+        return policy.choose(len(requests))
 
     def _can_draft(self, request) -> bool:
         return self._asks_heads(request) or self.reflex.wanted(request) is not None
@@ -328,8 +342,8 @@ class SpeculativeWorker(BaseSpecWorker):
         lengths = verified.lengths.tolist()
         self.stats.add(len(lengths), tree.tokens.shape[1], int(tree.drafted.sum()), sum(lengths), *seconds)
         self.vocabulary.see(verified.tokens)
-        if self.proposer is None or self.config.nodes:
+        if self._chooser is None:
             return
         B, nodes = tree.tokens.shape
-        self.budget.record(B, nodes, sum(seconds))
-        self.budget.acceptance.observe(tree.path_scores[:, 1:].tolist(), lengths)
+        self._chooser.record(B, nodes, sum(seconds))
+        self._chooser.acceptance.observe(tree.path_scores[:, 1:].tolist(), lengths)

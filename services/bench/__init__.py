@@ -1,0 +1,1 @@
+"""`specroll bench`: what speculation gains on this machine, measured side by side in one engine."""

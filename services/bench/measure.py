@@ -1,0 +1,124 @@
+"""Running the arms in turn on one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from services.bench.load import Load, Window
+from services.bench.options import ARMS, PLAIN, BenchOptions
+from services.bench.result import ArmResult, Bound, accepted_at, ratio_of, ratio_of_sums
+from services.rollout.completion import SpeculationOverride
+from services.rollout.engine import RolloutEngine
+from specroll_core.contracts import SamplingParams
+
+# Windows of the bound's curve are shorter: each gives one mean step time, not a rate.
+_CURVE_SHARE = 0.5
+
+
+class Bench:
+    """progress: called after every window with how many are done, and how many there will be."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        options: BenchOptions,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._engine = engine
+        self._prompts = prompts
+        self._sampling = sampling
+        self._options = options
+        self._progress = progress
+        self._done = 0
+
+    @property
+    def windows(self) -> int:
+        """How many there are in all."""
+        o = self._options
+        curve = 1 + len(o.widths) if o.widths else 0
+        return len(o.temperatures) * len(o.concurrency) * (o.rounds * len(o.arms) + curve)
+
+    async def arms(self, concurrency: int, temperature: float) -> list[ArmResult]:
+        """Each arm in each round, in an order that moves on by one every round."""
+        taken: dict[str, list[Window]] = {arm: [] for arm in self._options.arms}
+        names = list(self._options.arms)
+        for number in range(self._options.rounds):
+            turn = number % len(names)
+            for arm in names[turn:] + names[:turn]:
+                override = ARMS[arm]
+                if arm != PLAIN and self._options.nodes is not None:
+                    override = replace(override, nodes=1 + self._options.nodes)
+                window = await self._window(concurrency, temperature, override, self._options.seconds, number)
+                taken[arm].append(window)
+        plain = [window.tokens_per_second for window in taken[PLAIN]]
+        return [_result(arm, concurrency, temperature, windows, plain) for arm, windows in taken.items()]
+
+    async def bound(self, concurrency: int, temperature: float, arm: str) -> Bound:
+        """The curve of `arm` over the widths."""
+        curve = {}
+        for width in (0, *self._options.widths):
+            override = replace(ARMS[arm], nodes=1 + width)
+            seconds = self._options.seconds * _CURVE_SHARE
+            window = await self._window(concurrency, temperature, override, seconds, width)
+            stats = window.stats
+            curve[width] = (window.tokens_per_step, stats.forward_seconds / max(1, stats.rounds))
+        return Bound(concurrency, temperature, curve)
+
+    async def _window(
+        self, concurrency: int, temperature: float, override: SpeculationOverride, seconds: float, seed: int
+    ) -> Window:
+        sampling = replace(self._sampling, temperature=temperature)
+        load = Load(
+            self._engine,
+            self._prompts,
+            sampling,
+            concurrency,
+            override,
+            group_size=self._options.group_size,
+            seed=seed,
+        )
+        async with load:
+            if self._options.warmup:
+                await load.window(self._options.warmup)
+            window = await load.window(seconds)
+        self._done += 1
+        self._progress(self._done, self.windows)
+        return window
+
+
+def _result(
+    arm: str, concurrency: int, temperature: float, windows: Sequence[Window], plain: Sequence[float]
+) -> ArmResult:
+    stats = [window.stats for window in windows]
+    completions = [completion for window in windows for completion in window.completions]
+    steps = max(1, sum(s.rounds for s in stats))
+    requests = max(1, sum(s.requests for s in stats))
+    propose, forward, accept = (
+        sum(getattr(s, name) for s in stats) / steps
+        for name in ("propose_seconds", "forward_seconds", "verify_seconds")
+    )
+    whole = sum(window.seconds for window in windows) / steps
+    by_completion = [
+        (float(c.spec.accepted + c.spec.verify_steps), float(c.spec.verify_steps))
+        for c in completions
+        if c.spec.verify_steps
+    ]
+    if not by_completion:
+        by_completion = [(float(s.emitted), float(s.requests)) for s in stats if s.requests]
+    return ArmResult(
+        arm=arm,
+        concurrency=concurrency,
+        temperature=temperature,
+        rates=tuple(window.tokens_per_second for window in windows),
+        ratio=ratio_of([window.tokens_per_second for window in windows], plain),
+        tokens_per_step=ratio_of_sums(by_completion),
+        accepted_at=accepted_at([r for completion in completions for r in completion.rounds]),
+        nodes=sum(s.drafted for s in stats) / requests,
+        propose_seconds=propose,
+        forward_seconds=forward,
+        accept_seconds=accept,
+        other_seconds=max(0.0, whole - propose - forward - accept),
+    )

@@ -1,0 +1,64 @@
+"""What is measured: the ways of decoding that are compared, and how long each is looked at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.rollout.completion import SpeculationOverride
+
+PLAIN = "plain"
+# In the order of the table. "speculation" is what a run of the configuration does.
+ARMS: dict[str, SpeculationOverride] = {
+    PLAIN: SpeculationOverride(nodes=1),
+    "lookup": SpeculationOverride(parts=("lookup",)),
+    "heads-target-match": SpeculationOverride(parts=("heads",), rule="target_match"),
+    "heads": SpeculationOverride(parts=("heads",), rule="sampled_child"),
+    "memory": SpeculationOverride(parts=("memory",)),
+    "speculation": SpeculationOverride(),
+}
+DEFAULT_ARMS = (PLAIN, "lookup", "heads-target-match", "heads", "speculation")
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """concurrency: requests in flight. nodes: beside the root, for the arms that draft; None lets the engine choose.
+    widths: nodes beside the root at which the bound's curve is measured, () for no bound. rounds: windows of each arm,
+    taken in turn; seconds: of a window, after warmup seconds. group_size: completions of one prompt that may learn from
+    each other. learner: something trains beside the engine. hf: `transformers` generates too, for scale."""
+
+    concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    temperatures: tuple[float, ...] = (0.6, 1.0)
+    arms: tuple[str, ...] = DEFAULT_ARMS
+    nodes: int | None = None
+    widths: tuple[int, ...] = (1, 3, 5, 7, 11, 15)
+    rounds: int = 5
+    seconds: float = 5.0
+    warmup: float = 1.5
+    prompts: int = 128
+    group_size: int = 1
+    learner: bool = False
+    hf: bool = False
+    threads: int = 0
+    json: Path | None = None
+    plot: Path | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [arm for arm in self.arms if arm not in ARMS]
+        if unknown:
+            raise ValueError(f"--arms {unknown[0]} is not known; there are {', '.join(ARMS)}.")
+        if PLAIN not in self.arms:
+            raise ValueError(f"--arms must contain {PLAIN}: all others are compared with it.")
+        if not self.concurrency or min(self.concurrency) < 1:
+            raise ValueError("--concurrency must name numbers of at least 1.")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise ValueError("--temperature must name numbers of at least 0.")
+        if self.rounds < 1 or self.seconds <= 0 or self.warmup < 0 or self.prompts < 1 or self.group_size < 1:
+            raise ValueError("--rounds, --seconds, --prompts and --group-size must be positive.")
+        if self.nodes is not None and self.nodes < 1:
+            raise ValueError("--nodes must be at least 1.")
+
+    @property
+    def largest_tree(self) -> int:
+        """Nodes, the root included, that the engine must be able to verify for a request."""
+        return 1 + max((16, self.nodes or 0, *self.widths))
