@@ -1,8 +1,9 @@
 """Training future-token heads on the target's own rollouts.
 
-Head k learns the target's law k places ahead: KL to the target's most likely tokens, at temperature 1, with weight
-0.8^(k-1), since a deep head only counts where the ones before it were right. Rows are positions of whole
-trajectories, so the target of row i's head k is simply that of row i + k and nothing is stored twice.
+Head k learns the target's law k places ahead: KL to the target's most likely tokens, with weight 0.8^(k-1), since a
+deep head only counts where the ones before it were right. It is the mean over the temperatures that are sampled at:
+both laws are divided by each. Rows are positions of whole trajectories, so the target of row i's head k is simply
+that of row i + k and nothing is stored twice.
 
 Retraining starts from the serving heads and is held near them by `anchor |theta - theta_0|^2`.
 """
@@ -10,7 +11,7 @@ Retraining starts from the serving heads and is held near them by `anchor |theta
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,7 +86,8 @@ class HeadRows:
 @dataclass(frozen=True, slots=True)
 class HeadTrainConfig:
     """anchor: weight of the squared distance from the weights that training started from. micro_rows bounds memory:
-    micro_rows x K x V float32 numbers are held a few times over. holdout: share of prompts."""
+    micro_rows x K x V float32 numbers are held a few times over. holdout: share of prompts. temperatures: those that
+    the loss is the mean over."""
 
     epochs: int = 5
     learning_rate: float = 2e-3
@@ -98,6 +100,7 @@ class HeadTrainConfig:
     max_grad_norm: float = 1.0
     holdout: float = 0.1
     seed: int = 0
+    temperatures: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
         if min(self.epochs, self.batch_rows, self.micro_rows) < 1:
@@ -106,6 +109,8 @@ class HeadTrainConfig:
             raise ValueError("learning_rate must be above 0.")
         if not 0 <= self.holdout < 1:
             raise ValueError("holdout must be at least 0 and below 1.")
+        if not self.temperatures or not all(t > 0 for t in self.temperatures):
+            raise ValueError("temperatures must hold at least one number, all above 0.")
 
 
 @dataclass(slots=True)
@@ -130,26 +135,68 @@ class HeadTrainReport:
     heldout_after: tuple[float, ...]
 
 
-def head_kl(heads: FutureTokenHeads, rows: HeadRows, index: Tensor, lm_head: Tensor, embedding: Tensor) -> Tensor:
+def head_kl(
+    heads: FutureTokenHeads,
+    rows: HeadRows,
+    index: Tensor,
+    lm_head: Tensor,
+    embedding: Tensor,
+    temperatures: Sequence[float] = (1.0,),
+) -> Tensor:
     """KL(p || q_k) of rows `index` [R]: [R, K] float32, NaN-free; 0 where a head has no target.
 
     p is the target's law on its stored tokens, renormalised. lm_head, embedding: [V, H] in the heads' type.
     """
-    K = heads.spec.heads
-    dtype = lm_head.dtype
-    z = heads(rows.hidden[index].to(dtype), embedding[rows.tokens[index]].to(dtype))
-    logits = F.linear(z.reshape(-1, z.shape[-1]), lm_head).view(len(index), K, -1).float()
+    z = _states(heads, rows, index, embedding)
+    kl, _ = _kl_and_gradient(z, rows, index, lm_head, temperatures)
+    return kl
+
+
+def _states(heads: FutureTokenHeads, rows: HeadRows, index: Tensor, embedding: Tensor) -> Tensor:
+    """[R, K, H] in the heads' type."""
+    dtype = heads.down.dtype
+    return heads(rows.hidden[index].to(dtype), embedding[rows.tokens[index]].to(dtype))
+
+
+@torch.no_grad()
+def _kl_and_gradient(
+    z: Tensor,
+    rows: HeadRows,
+    index: Tensor,
+    lm_head: Tensor,
+    temperatures: Sequence[float],
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Mean over temperatures of KL(p || softmax(W z / T)): [R, K] float32, and the gradient of its sum, weighted by
+    `weights` [K], with respect to z: [R, K, H] float32.
+
+    Written out, because the gradient with respect to the logits is no more than (q - p) / T: one product forward and
+    one back for all temperatures, with nothing kept in between.
+    """
+    R, K, _ = z.shape
+    logits = F.linear(z.reshape(R * K, -1).to(lm_head.dtype), lm_head).float()
     ahead = torch.arange(1, K + 1, device=index.device)
     at = (index[:, None] + ahead).clamp_max(len(rows) - 1)
     there = rows.sequence[at] == rows.sequence[index][:, None]
     there &= index[:, None] + ahead < len(rows)
-    log_p = rows.target_logprobs[at].float()
-    log_p = log_p - log_p.logsumexp(-1, keepdim=True)
-    log_q = logits.gather(-1, rows.target_ids[at]) - logits.logsumexp(-1, keepdim=True)
-    # A stored log-probability of -inf is padding: it has no weight.
-    p = log_p.exp()
-    terms = torch.where(p > 0, p * (log_p - log_q), 0.0)
-    return torch.where(there, terms.sum(-1), 0.0)
+    ids = rows.target_ids[at].view(R * K, -1)
+    stored = rows.target_logprobs[at].view(R * K, -1).float()
+    kl = logits.new_zeros(R * K)
+    slope = None if weights is None else torch.zeros_like(logits)
+    share = there.float() if weights is None else there * weights
+    for temperature in temperatures:
+        log_p = (stored / temperature).log_softmax(-1)
+        log_q = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+        # A stored log-probability of -inf is padding: it has no weight.
+        p = log_p.exp()
+        terms = torch.where(p > 0, p * (log_p - log_q.gather(-1, ids)), 0.0)
+        kl += terms.sum(-1) / len(temperatures)
+        if slope is not None:
+            scale = share.view(-1, 1) / (temperature * len(temperatures))
+            slope.addcmul_(log_q.exp_(), scale)
+            slope.scatter_add_(-1, ids, p * -scale)
+    gradient = None if slope is None else (slope.to(lm_head.dtype) @ lm_head).float().view(R, K, -1)
+    return torch.where(there, kl.view(R, K), 0.0), gradient
 
 
 def train_heads(
@@ -165,13 +212,14 @@ def train_heads(
 ) -> HeadTrainReport:
     """Trains the heads in place and reports the loss on held-out prompts before and after.
 
-    lm_head, embedding: [V, H], frozen. progress(step, steps, loss) is called after every step; an exception that
-    it raises ends the training. `position` is called before it, to be saved. resume: fills a position that was saved,
-    for heads as they were then and the same rows and configuration; what follows is what would have followed.
-    Raises ValueError where no row has a target.
+    lm_head, embedding: [V, H], frozen. Products with the LM head are made in its type: bfloat16 is several times as
+    fast as float32 where the machine has it, and is what serves. progress(step, steps, loss) is called after every
+    step; an exception that it raises ends the training. `position` is called before it, to be saved. resume: fills a
+    position that was saved, for heads as they were then and the same rows and configuration; what follows is what
+    would have followed. Raises ValueError where no row has a target.
     """
     config = config or HeadTrainConfig()
-    lm_head, embedding = lm_head.detach().float(), embedding.detach()
+    lm_head, embedding = lm_head.detach(), embedding.detach()
     train, held = rows.split_by_prompt(config.holdout, config.seed)
     usable = train.has_target(heads.spec.heads).any(-1).nonzero().squeeze(1)
     if usable.numel() == 0:
@@ -200,9 +248,11 @@ def train_heads(
             optimizer.zero_grad(set_to_none=True)
             loss = 0.0
             for micro in batch.split(config.micro_rows):
-                part = (head_kl(heads, train, micro, lm_head, embedding) * weights).sum() / batch.numel()
-                part.backward()
-                loss += float(part.detach())
+                z = _states(heads, train, micro, embedding)
+                share = weights / batch.numel()
+                kl, gradient = _kl_and_gradient(z.detach(), train, micro, lm_head, config.temperatures, share)
+                z.backward(gradient)
+                loss += float((kl * share).sum())
             if config.anchor > 0:
                 distance = sum(((p - p0) ** 2).sum() for p, p0 in zip(heads.parameters(), at.start, strict=True))
                 assert isinstance(distance, Tensor)

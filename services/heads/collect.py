@@ -7,11 +7,10 @@ second time. Given texts are read by one forward pass.
 
 from __future__ import annotations
 
-import bisect
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,15 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.config import DataConfig
+from services.heads.sampling import TOP, Completion, complete
 from services.heads.target import TargetModel
 from services.learner.sources import DataError, load_rows
 from specroll_core.contracts import SamplingParams
 from specroll_core.head_training import HeadRows
 
-# Tokens of each law that are kept; beyond them lies little mass to learn from.
-TOP = 32
-# Sampled together. A step's cost is mostly reading the weights; beyond this a CPU gains nothing.
-BATCH = 64
+# Completions that are sampled together. Up to here each one more makes a token cheaper on a CPU; keys and values of so
+# many take a gigabyte for SmolLM2-135M.
+BATCH = 128
 # Positions whose logits exist at one time: 200 MB in float32 for a vocabulary of 200,000.
 _LOGIT_ROWS = 256
 # Tokens of one forward pass over texts.
@@ -36,20 +35,9 @@ _FORWARD_TOKENS = 8192
 Progress = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Rows of one trajectory, on the CPU."""
-
-    tokens: Tensor
-    hidden: Tensor
-    ids: Tensor
-    logprobs: Tensor
-    prompt: int
-
-
 def sample_rows(
     target: TargetModel,
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Sequence[Sequence[int]],
     law: SamplingParams,
     *,
     tokens: int | None = None,
@@ -63,20 +51,45 @@ def sample_rows(
     The rows lie on the target's device. `HeadRows.prompt` is the position in `prompts`. progress(done) is called after
     each step with the tokens so far.
     """
-    parts: list[_Part] = []
-    done, begun = 0, 0
-    with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        while done < tokens if tokens is not None else begun < len(prompts):
-            count = batch if tokens is None else _next_batch(tokens - done, done, begun, law.max_new_tokens, batch)
-            if tokens is None:
-                count = min(count, len(prompts) - begun)
-            chosen = [(begun + i) % len(prompts) for i in range(count)]
+    made = sample_completions(target, prompts, [law], tokens=tokens, seed=seed, batch=batch, progress=progress)
+    return join(made, target.device)
+
+
+def sample_completions(
+    target: TargetModel,
+    prompts: Sequence[Sequence[int]],
+    laws: Sequence[SamplingParams],
+    *,
+    tokens: int | None = None,
+    seed: int = 0,
+    batch: int = BATCH,
+    progress: Progress | None = None,
+) -> list[Completion]:
+    """Like `sample_rows`, with one completion of each prompt that is taken under each law."""
+    generator = torch.Generator().manual_seed(seed)
+    made: list[Completion] = []
+    done, begun, longest = 0, 0, laws[0].max_new_tokens
+    while done < tokens if tokens is not None else begun < len(prompts):
+        if tokens is None:
+            count = len(prompts) - begun
+        else:
+            # The first batches tell how long completions are; a little more than is missing spares a small last batch.
+            mean = done / len(made) if made else longest
+            count = math.ceil((1.03 if made else 0.5) * (tokens - done) / mean / len(laws))
+        chosen = [(begun + i) % len(prompts) for i in range(count)]
+        begun += count
+        # Prompts of one length together: no padding is computed on.
+        chosen.sort(key=lambda i: len(prompts[i]))
+        parts = math.ceil(count * len(laws) / max(batch, len(laws)))
+        for part in range(parts):
+            some = chosen[count * part // parts : count * (part + 1) // parts]
             report = None if progress is None else lambda n, before=done: progress(before + n)
-            parts += _sample(target, [prompts[i] for i in chosen], chosen, law, report)
-            begun += count
-            done = sum(len(part.tokens) for part in parts)
-    return _join(parts, target.device)
+            for one in complete(target, [prompts[i] for i in some], laws, generator, report):
+                made.append(replace(one, prompt=some[one.prompt]))
+                done += len(one.tokens)
+            if tokens is not None and done >= tokens:
+                break
+    return made
 
 
 def text_rows(
@@ -87,14 +100,14 @@ def text_rows(
 ) -> HeadRows:
     """Rows of given texts as token ids, each a prompt of its own. Row i is the i + 1st token of a text: the first has
     no law. Texts of one token are left out. progress(done) is called with the rows so far."""
-    parts: list[_Part] = []
+    parts: list[Completion] = []
     for batch in _batches(texts):
         parts += _read(target, batch)
         if progress is not None:
             progress(sum(len(part.tokens) for part in parts))
     if not parts:
         raise ValueError("--texts must hold at least one text of two tokens.")
-    return _join(parts, target.device)
+    return join(parts, target.device)
 
 
 def read_texts(path: Path, target: TargetModel, *, longest: int, tokens: int, seed: int = 0) -> list[list[int]]:
@@ -122,87 +135,8 @@ def read_texts(path: Path, target: TargetModel, *, longest: int, tokens: int, se
     return found
 
 
-def _next_batch(missing: int, done: int, begun: int, longest: int, batch: int) -> int:
-    """Completions that bring about `missing` tokens at the mean length so far."""
-    mean = done / begun if begun else longest
-    return max(1, min(batch, math.ceil(missing / mean)))
-
-
 @torch.inference_mode()
-def _sample(
-    target: TargetModel,
-    prompts: Sequence[tuple[int, ...]],
-    names: Sequence[int],
-    law: SamplingParams,
-    progress: Progress | None,
-) -> list[_Part]:
-    width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), target.pad_id)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    hidden: list[Tensor] = []
-    top: list[tuple[Tensor, Tensor]] = []
-
-    def keep(_module: torch.nn.Module, read: tuple[Tensor, ...], logits: Tensor) -> None:
-        hidden.append(read[0][:, -1].cpu())
-        top.append(_top(logits[:, -1]))
-        if progress is not None:
-            progress(len(hidden) * len(prompts))
-
-    hook = target.output.register_forward_hook(keep)
-    try:
-        made = target.model.generate(
-            input_ids=ids.to(target.device),
-            attention_mask=mask.to(target.device),
-            max_new_tokens=law.max_new_tokens,
-            **_settings(law, target),
-        )[:, width:].cpu()
-    finally:
-        hook.remove()
-    assert len(hidden) == made.shape[1], "the LM head is read once per step"
-    states, ids_, logprobs = torch.stack(hidden, 1), *(torch.stack(column, 1) for column in zip(*top, strict=True))
-    stop = torch.isin(made, torch.tensor(target.stop_ids))
-    # Up to and including the first stop token; what follows is padding.
-    lengths = torch.where(stop.any(1), stop.int().argmax(1) + 1, made.shape[1]).tolist()
-    if law.stop:
-        texts = [made[row, :n].tolist() for row, n in enumerate(lengths)]
-        lengths = [_length_to_stop(text, law.stop, target) for text in texts]
-    return [
-        _Part(made[row, :n].clone(), states[row, :n].clone(), ids_[row, :n].clone(), logprobs[row, :n].clone(), name)
-        for row, (n, name) in enumerate(zip(lengths, names, strict=True))
-    ]
-
-
-def _length_to_stop(ids: list[int], stops: Sequence[str], target: TargetModel) -> int:
-    """Tokens up to the one that completes the first stop string. Padding that follows may look like a stop token."""
-
-    def complete(length: int) -> bool:
-        text = target.tokenizer.decode(ids[:length], skip_special_tokens=False)
-        return any(stop in text for stop in stops)
-
-    return min(len(ids), bisect.bisect_left(range(1, len(ids) + 1), True, key=complete) + 1)
-
-
-def _settings(law: SamplingParams, target: TargetModel) -> dict[str, object]:
-    """`generate`'s names for a sampling law. What is off is said aloud: its defaults are not all off."""
-    if law.temperature == 0:
-        return {"do_sample": False, "top_k": None, "top_p": None, "temperature": None}
-    settings: dict[str, object] = {
-        "do_sample": True,
-        "temperature": law.temperature,
-        "top_p": law.top_p,
-        "top_k": 0 if law.top_k == -1 else law.top_k,
-        "min_p": law.min_p or None,
-    }
-    if law.stop:
-        settings |= {"stop_strings": list(law.stop), "tokenizer": target.tokenizer}
-    return settings
-
-
-@torch.inference_mode()
-def _read(target: TargetModel, batch: Sequence[tuple[int, Sequence[int]]]) -> list[_Part]:
+def _read(target: TargetModel, batch: Sequence[tuple[int, Sequence[int]]]) -> list[Completion]:
     width = max(len(text) for _, text in batch)
     ids = torch.full((len(batch), width), target.pad_id)
     mask = torch.zeros_like(ids)
@@ -215,7 +149,7 @@ def _read(target: TargetModel, batch: Sequence[tuple[int, Sequence[int]]]) -> li
         hidden = states[row, : len(text) - 1]
         top = [_top(F.linear(chunk, target.lm_head)) for chunk in hidden.split(_LOGIT_ROWS)]
         kept, logprobs = (torch.cat(column) for column in zip(*top, strict=True))
-        parts.append(_Part(ids[row, 1 : len(text)].clone(), hidden.cpu().clone(), kept, logprobs, name))
+        parts.append(Completion(ids[row, 1 : len(text)].clone(), hidden.cpu().clone(), kept, logprobs, name, 0))
     return parts
 
 
@@ -241,7 +175,8 @@ def _batches(texts: Sequence[Sequence[int]]) -> Iterator[list[tuple[int, Sequenc
         yield batch
 
 
-def _join(parts: Sequence[_Part], device: torch.device) -> HeadRows:
+def join(parts: Sequence[Completion], device: torch.device) -> HeadRows:
+    """The rows of completions, each a sequence of its own."""
     lengths = torch.tensor([len(part.tokens) for part in parts])
     columns = (
         torch.cat([part.tokens for part in parts]),
@@ -252,3 +187,21 @@ def _join(parts: Sequence[_Part], device: torch.device) -> HeadRows:
         torch.tensor([part.prompt for part in parts]).repeat_interleave(lengths),
     )
     return HeadRows(*(column.to(device) for column in columns))
+
+
+def pack(parts: Sequence[Completion]) -> dict[str, Tensor]:
+    """Completions as a few tensors, for a file between processes."""
+    return {
+        "tokens": torch.cat([part.tokens for part in parts]),
+        "hidden": torch.cat([part.hidden for part in parts]),
+        "ids": torch.cat([part.ids for part in parts]),
+        "logprobs": torch.cat([part.logprobs for part in parts]),
+        "shape": torch.tensor([(len(part.tokens), part.prompt, part.law) for part in parts]),
+    }
+
+
+def unpack(packed: Mapping[str, Tensor]) -> list[Completion]:
+    """What `pack` was given."""
+    lengths, prompts, laws = (column.tolist() for column in packed["shape"].unbind(1))
+    columns = [packed[name].split(lengths) for name in ("tokens", "hidden", "ids", "logprobs")]
+    return [Completion(*part) for part in zip(*columns, prompts, laws, strict=True)]

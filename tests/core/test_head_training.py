@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from specroll_core.growth import TreeOptions
-from specroll_core.head_training import HeadRows, HeadTrainConfig, evaluate_heads, head_kl, train_heads
+from specroll_core.head_training import (
+    HeadRows,
+    HeadTrainConfig,
+    _kl_and_gradient,
+    _states,
+    evaluate_heads,
+    head_kl,
+    train_heads,
+)
 from specroll_core.heads import FutureTokenHeads, HeadsSpec, ProposalVocabulary
 from specroll_core.law import LawParams, sample
 from specroll_core.proposal import propose_from_logits
@@ -68,6 +76,39 @@ def test_the_loss_is_the_kl_of_the_right_positions() -> None:
                 torch.testing.assert_close(got[i, k], (p.exp() * (p - q[i])).sum(), atol=1e-5, rtol=1e-4)
             else:
                 assert float(got[i, k].detach()) == 0
+
+
+@pytest.mark.parametrize("temperatures", [(1.0,), (0.6,), (1.0, 0.6)])
+def test_a_step_takes_the_gradient_of_the_loss(temperatures: tuple[float, ...]) -> None:
+    """Against automatic differentiation of the definition, for a step of plain gradient descent."""
+    language = Markov()
+    rows = language.rows(prompts=2, siblings=2, length=6, seed=1)
+    rows.target_logprobs[:, -1] = -math.inf  # padding
+    heads = fresh_heads()
+    torch.nn.init.normal_(heads.up, std=0.1)
+    weights = torch.tensor([1.0, 0.5, 0.25])
+    index = torch.tensor([0, 7, 3, 10, 5])
+    z = _states(heads, rows, index, language.embedding)
+    kl, gradient = _kl_and_gradient(z.detach(), rows, index, language.lm_head, temperatures, weights)
+
+    leaf = z.detach().clone().requires_grad_()
+    total = torch.zeros(())
+    for r, i in enumerate(index.tolist()):
+        for k in range(3):
+            j = i + k + 1
+            if j < len(rows) and rows.sequence[j] == rows.sequence[i]:
+                kept, ids = rows.target_logprobs[j, :-1], rows.target_ids[j, :-1]
+                expected = torch.zeros(())
+                for t in temperatures:
+                    p = (kept / t).softmax(-1)
+                    q = (leaf[r, k] @ language.lm_head.T / t).softmax(-1)[ids]
+                    expected = expected + (p * (p / q).log()).sum() / len(temperatures)
+                torch.testing.assert_close(kl[r, k], expected.detach(), atol=1e-5, rtol=1e-4)
+                total = total + weights[k] * expected
+            else:
+                assert kl[r, k] == 0
+    total.backward()
+    torch.testing.assert_close(gradient, leaf.grad, atol=1e-5, rtol=1e-4)
 
 
 def test_heads_learn_the_laws_of_the_chain() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from services.heads.collect import sample_rows
 from services.heads.fingerprint import ModelFingerprint
 from services.heads.report import acceptances, as_json, from_json, interval
 from services.heads.target import TargetModel
-from services.heads.train import frequent_tokens, restrict, train
+from services.heads.train import by_frequency, frequent_tokens, restrict, train
 from specroll_core.contracts import SamplingParams
 from specroll_core.head_training import HeadTrainConfig, head_kl
 from specroll_core.heads import FutureTokenHeads, HeadsSpec
@@ -47,6 +48,16 @@ def fluent(tiny_dir):
         target.model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
     return target
+
+
+def test_the_vocabulary_is_ordered_by_expected_frequency(rows):
+    expected = torch.zeros(320)
+    for ids, logprobs in zip(rows.target_ids, rows.target_logprobs, strict=True):
+        for token, logprob in zip(ids.tolist(), logprobs.tolist(), strict=True):
+            expected[token] += math.exp(logprob)
+    ids = by_frequency(rows, 320)
+    assert set(ids.tolist()) == set(expected.nonzero().squeeze(1).tolist())
+    assert bool((expected[ids].diff() <= 1e-4).all())
 
 
 def test_trained_heads_beat_untrained_ones_on_prompts_they_have_not_seen(fluent):
