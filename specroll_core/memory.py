@@ -11,8 +11,9 @@ is interpolated from order 1 to 8:
     P_n(v) = (c_n(v) + 0.7 P_{n-1}(v)) / (N_n + 0.7),    P_0 = 0.
 
 What others have generated, siblings or other prompts' rollouts, enters one rung lower: P_{n-1} is first replaced by
-`(f_n(v) + 0.7 P_{n-1}(v)) / (F_n + 0.7)`, for n >= 2, where f_n counts their positions by a small weight each. Of matches
-of one length, the trajectory's own says most about what comes next; a longer one of others says more than a short one.
+`(f_n(v) + 0.7 P_{n-1}(v)) / (F_n + 0.7)`, for n >= 2, where f_n counts their positions by a small weight each. Of
+matches of one length, the trajectory's own says most about what comes next; a longer one of others says more than a
+short one.
 
 Unrolled, a position with match length m adds `W_m = sum_{n <= m} w_n` to P_8 of its next token, where w_n is
 `1 / (N_n + 0.7)` times what the rungs above have left: one pass over the matches. Positions with m >= 2 are listed

@@ -27,8 +27,8 @@ class ReflexOptions:
 
     slot_tokens: of one request's prompt and own tokens, the most recent are remembered. siblings: requests opened with
     one group key learn from each other while they are generated, within group_tokens for each group and group_bytes for
-    all. table: rollouts that have ended are remembered for all prompts within table_bytes. sibling_weight, table_weight:
-    of an occurrence there, where one in the request's own tokens counts 1.
+    all. table: rollouts that have ended are remembered for all prompts within table_bytes. sibling_weight and
+    table_weight: of an occurrence there, where one in the request's own tokens counts 1.
     """
 
     memory: Literal["path", "suffix", "off"] = "path"
