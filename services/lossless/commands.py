@@ -21,7 +21,7 @@ from services.learner.prompts import load_prompts
 from services.lossless.exact import Text
 from services.lossless.greedy import divergences
 from services.lossless.leaning import Leaning, LogprobGap, measure
-from services.lossless.options import LAWS, PLAIN, SAMPLED_CHILD, WORD_PROBLEMS, LawUnderTest, LosslessOptions
+from services.lossless.options import ALL_LAWS, LAWS, PLAIN, SAMPLED_CHILD, WORD_PROBLEMS, LawUnderTest, LosslessOptions
 from services.lossless.prefixes import choose_prefixes
 from services.lossless.sampling import Draw, draw_all
 from services.lossless.verdict import Check, Verdict
@@ -175,7 +175,7 @@ class Proof:
                 checks.append(Check("leaning", way, str(law), f"head {k}", leaning.tokens, p, z))
             checks.append(Check("betting", way, str(law), "all heads", leaning.tokens, betting))
         together = Leaning.together([*found.values()])
-        checks.append(Check("betting", way, "all laws", "all heads", together.tokens, together.p_values[-1]))
+        checks.append(Check("betting", way, ALL_LAWS, "all heads", together.tokens, together.p_values[-1]))
 
     def _sample(self, way: str) -> dict[LawUnderTest, tuple[list[tuple[int, ...]], list[Completion]]]:
         """Completions of every law, of `options.rollout_tokens` tokens or a little more, with their prompts."""

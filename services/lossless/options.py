@@ -52,6 +52,8 @@ class LawUnderTest:
 
 
 LAWS = (LawUnderTest(1.0, 1.0), LawUnderTest(0.6, 1.0), LawUnderTest(1.0, 0.9), LawUnderTest(0.6, 0.9))
+# What a test of all of them together is said to be about.
+ALL_LAWS = "all laws"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from services.lossless.greedy import TIE, Divergence
 from services.lossless.leaning import LogprobGap
-from services.lossless.options import FAMILY, PLAIN
+from services.lossless.options import ALL_LAWS, FAMILY, PLAIN
 from specroll_core.goodness_of_fit import holm_rejects
 
 # Mean and largest difference of a log-probability to the reference model's. Where numbers have 8 bits the engine and
@@ -115,12 +115,13 @@ class Verdict:
         for kind, way in dict.fromkeys((c.kind, c.way) for c in self.checks):
             some = [c for c in self.checks if (c.kind, c.way) == (kind, way)]
             z = [abs(c.z) for c in some if c.z is not None]
-            most = sum({(c.law, c.what if kind == "frequencies" else ""): c.samples for c in some}.values())
+            # Several tests look at the same tokens: those of each law count once.
+            by_law = {(c.law, c.what if kind == "frequencies" else ""): c.samples for c in some if c.law != ALL_LAWS}
             tests.add_row(
                 kind,
                 way,
                 str(len(some)),
-                f"{most:,}",
+                f"{sum(by_law.values()):,}",
                 f"{max(z):.2f}" if z else "",
                 f"{min(c.p_value for c in some):.2g}",
             )
