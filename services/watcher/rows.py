@@ -45,7 +45,8 @@ class RowBuffer:
     def __init__(self, capacity: int, holdout: float) -> None:
         self._capacity = capacity
         self._limit = int(holdout * _SCALE)
-        self._frames: dict[bool, deque[RowFrame]] = {False: deque(), True: deque()}
+        # With the number of rows that had been received before.
+        self._frames: dict[bool, deque[tuple[int, RowFrame]]] = {False: deque(), True: deque()}
         self._rows: Counter[bool] = Counter()
         self.newest_policy = 0
         self.received = 0
@@ -53,29 +54,34 @@ class RowBuffer:
     def add(self, frame: RowFrame) -> None:
         held = int(frame.prompt, 16) < self._limit
         frames = self._frames[held]
-        frames.append(frame)
+        frames.append((self.received, frame))
         self._rows[held] += len(frame.tokens)
         self.received += len(frame.tokens)
         self.newest_policy = max(self.newest_policy, frame.policy)
-        while self._rows[held] - len(frames[0].tokens) >= self._capacity:
-            self._rows[held] -= len(frames.popleft().tokens)
+        while self._rows[held] - len(frames[0][1].tokens) >= self._capacity:
+            self._rows[held] -= len(frames.popleft()[1].tokens)
 
-    def count(self, *, held_out: bool) -> int:
-        return self._rows[held_out]
+    def count(self, *, held_out: bool, since: int = 0) -> int:
+        """Rows held, of those that came when `since` had been received before."""
+        return sum(len(frame.tokens) for frame in self._since(held_out, since))
 
-    def prompts(self, *, held_out: bool) -> int:
-        return len({frame.prompt for frame in self._frames[held_out]})
+    def prompts(self, *, held_out: bool, since: int = 0) -> int:
+        return len({frame.prompt for frame in self._since(held_out, since)})
 
-    def training(self, rows: int) -> ChosenRows:
+    def training(self, rows: int, since: int = 0) -> ChosenRows:
         """Up to `rows` rows, newest first, those of older policies with a chance that halves every twelve versions.
 
-        The chance of a frame depends on its content alone: the same buffer gives the same rows.
+        The chance of a frame depends on its content alone: the same buffer gives the same rows. since: rows received
+        before are left out, `received` as it was then.
         """
-        return _join(_take(self._frames[False], rows, self.newest_policy))
+        return _join(_take(self._since(False, since), rows, self.newest_policy))
 
-    def held_out(self, rows: int) -> ChosenRows:
+    def held_out(self, rows: int, since: int = 0) -> ChosenRows:
         """The newest rows of held-out prompts: as near to the current policy as there are enough."""
-        return _join(_take(self._frames[True], rows, None))
+        return _join(_take(self._since(True, since), rows, None))
+
+    def _since(self, held_out: bool, since: int) -> list[RowFrame]:
+        return [frame for at, frame in self._frames[held_out] if at >= since]
 
 
 def _take(frames: Sequence[RowFrame], rows: int, newest: int | None) -> list[RowFrame]:

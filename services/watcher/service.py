@@ -88,6 +88,12 @@ class Watcher:
         self.fleet = Fleet(lambda address: grpc_setup.channel(address, security=config.security))
         self.current = self._first_version()
         self.watch = Watch(drift_config(config), self.current.version if self.current else 0)
+        # Rows received when acceptance was last as it should be: what drift is learned from came after.
+        self._healthy_at = self._fresh_from = 0
+        # The degradation for which the serving copies were found to be as published.
+        self._looked_at: float | None = None
+        # Rows that the next training of a version begins with.
+        self._needed = settings.min_rows
         self._rows_after = "0"
         self._rows_at = self._workers_at = 0.0
         self.server = grpc_setup.server(settings.host, settings.port, security=config.security)
@@ -150,7 +156,14 @@ class Watcher:
                 self.log.write("record", record.to_json())
                 for kind, facts in self.watch.observe(record).happened:
                     self._event(kind, **facts)
+                    self._mark_fresh_rows(kind, facts)
             delivery.ack()
+
+    def _mark_fresh_rows(self, kind: str, facts: dict[str, Any]) -> None:
+        if kind == "check" and not facts["degraded"]:
+            self._healthy_at = self.buffer.received
+        elif kind == "degraded":
+            self._fresh_from, self._needed = self._healthy_at, self.config.watcher.min_rows
 
     def _read_rows(self) -> None:
         if time.monotonic() < self._rows_at:
@@ -185,18 +198,23 @@ class Watcher:
             if done is not None:
                 self._judge(*done)
             return
-        if not self.watch.wants_training(time.time()) or not self._enough_rows():
+        if not self.watch.wants_training(time.time()):
             return
-        if self.current is not None and self._repair(self.current):
-            return
-        self._train()
+        degraded = self.watch.degraded_since
+        if degraded is not None and degraded != self._looked_at and self.current is not None:
+            if self._repair(self.current):
+                return
+            self._looked_at = degraded
+        if self._enough_rows():
+            self._train()
 
     def _enough_rows(self) -> bool:
-        held = min(self.config.watcher.gate_rows, self.config.watcher.min_rows) // 4
+        settings, since = self.config.watcher, self._fresh_from
+        held = min(settings.gate_rows, settings.min_rows) // 4
         return (
-            self.buffer.count(held_out=False) >= self.config.watcher.min_rows
-            and self.buffer.count(held_out=True) >= held
-            and self.buffer.prompts(held_out=True) >= _MIN_HELD_OUT_PROMPTS
+            self.buffer.count(held_out=False, since=since) >= min(self._needed, settings.max_rows)
+            and self.buffer.count(held_out=True, since=since) >= held
+            and self.buffer.prompts(held_out=True, since=since) >= _MIN_HELD_OUT_PROMPTS
         )
 
     def _repair(self, current: Artifact) -> bool:
@@ -229,7 +247,8 @@ class Watcher:
             sampled_children=config.rollout.engine.speculation.rule == "sampled_child",
             seed=config.run.seed,
         )
-        training, held_out = self.buffer.training(settings.max_rows), self.buffer.held_out(settings.gate_rows)
+        training = self.buffer.training(settings.max_rows, self._fresh_from)
+        held_out = self.buffer.held_out(settings.gate_rows, self._fresh_from)
         self.trainer.start(job, training, held_out)
         self._event("training", rows=len(training), held_out_rows=len(held_out), policy=policy.version, cold=cold)
 
@@ -260,6 +279,8 @@ class Watcher:
         )
         self.current = self.registry.publish(read_heads(files.heads_file), manifest)
         self.watch.swapped(self.current.version)
+        self._needed = 2 * result["rows"]
+        self.watch.improving = result["rows"] < self.config.watcher.max_rows
         self._event("published", version=self.current.version, rows=result["rows"], predicted=gate["new"])
         self._name_current()
         self._swap_everybody()

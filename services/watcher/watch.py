@@ -2,7 +2,8 @@
 
 no heads, enough rows ------------> train
 degraded for a while -------------> put the serving copies right where they are not what was published, else train
-trained, and the gate passes -----> publish, swap, and watch the new version against what the old one did
+trained, and the gate passes -----> publish, swap, and watch the new version against what the old one did;
+                                    once there are twice the rows, train again: few rows bring most of the gain
 trained, and the gate does not ---> keep the heads; what they do now is the new normal
 the new version is worse ---------> back to the one before it, and never this one again
 """
@@ -50,6 +51,8 @@ class Watch:
         self._not_before = -math.inf
         self.degraded_since: float | None = None
         self.wants_rollback = ""
+        self.improving = False
+        self._alarmed = False
         self.last: DriftCheck | None = None
         self.records = 0
 
@@ -59,7 +62,7 @@ class Watch:
 
     def wants_training(self, now: float) -> bool:
         """now: seconds, of the clock that records bear."""
-        needed = self.version == 0 or self.degraded_since is not None
+        needed = self.version == 0 or self.degraded_since is not None or self.improving
         return needed and not self.wants_rollback and now >= self._not_before
 
     def observe(self, record: DriftRecord) -> Events:
@@ -73,7 +76,8 @@ class Watch:
             return events
         self.last = check
         events.add("check", **check.to_json())
-        if check.collapsed:
+        if check.collapsed and not self._alarmed:
+            self._alarmed = True
             events.add("alarm", version=self.version, acceptance=check.acceptance)
         if check.triggered and not self.wants_rollback and self.degraded_since is None:
             self.degraded_since = check.at
@@ -83,6 +87,7 @@ class Watch:
     def repaired(self) -> None:
         """The serving copies were not what was published, and are again: the same reference judges them."""
         self.degraded_since = None
+        self._alarmed = False
         self.detector.restart_windows()
 
     def swapped(self, version: int) -> None:
@@ -92,14 +97,20 @@ class Watch:
         self._trial_checks = 0
         self._begin(version)
         self._refusals = 0
+        self.improving = True
 
     def rolled_back(self, version: int) -> None:
         """An earlier version serves again, 0 where there is none."""
         self._begin(version)
+        self.improving = False
         self._trial = None
 
     def refused(self, now: float) -> None:
         """The gate did not pass. What the heads do now is what later is compared with, and the next attempt waits."""
+        if self.improving and self.degraded_since is None:
+            self.improving = False  # more rows than the last time bring no more: these heads are as good as they get
+            return
+        self.improving = False
         self._refusals += 1
         pause = max(1.0, self._config.cooldown_seconds) * 2**self._refusals
         self._not_before = now + min(pause, _LONGEST_PATIENCE_SECONDS)
@@ -117,6 +128,7 @@ class Watch:
         self.detector.reset(version)
         self.degraded_since = None
         self.wants_rollback = ""
+        self._alarmed = False
 
     def _observe_trial(self, trial: DriftDetector, record: DriftRecord, events: Events) -> None:
         check = trial.observe(record)

@@ -27,7 +27,9 @@ def test_without_heads_training_is_wanted_at_once():
     watch.swapped(1)
     assert watch.version == 1
     assert not watch.on_trial  # nothing was there to compare with
-    assert not watch.wants_training(0.0)
+    assert watch.wants_training(0.0)  # with more rows they may be better still
+    watch.refused(0.0)
+    assert not watch.wants_training(1e9)
 
 
 def test_a_fall_is_answered_once_until_something_is_done():
