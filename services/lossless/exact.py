@@ -13,6 +13,8 @@ from services.heads.target import TargetModel
 
 # Tokens of one forward pass; more would only cost memory.
 _FORWARD_TOKENS = 2048
+# Rows of the LM head that exist in float32 at one time, where it is kept in another type.
+_VOCABULARY_ROWS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ def hidden_states(target: TargetModel, texts: Sequence[Text]) -> Iterator[tuple[
 
 
 def logits_of(target: TargetModel, states: Tensor) -> Tensor:
-    """[n, V] float32."""
-    return F.linear(states, target.lm_head).float()
+    """[n, V] float32, as a float32 product: logits of 20 have a step of 0.125 in bfloat16."""
+    return torch.cat([F.linear(states.float(), rows.float()) for rows in target.lm_head.split(_VOCABULARY_ROWS)], -1)
 
 
 def _batches(texts: Sequence[Text]) -> Iterator[list[Text]]:
