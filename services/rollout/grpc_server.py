@@ -69,6 +69,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 if delta.completion is not None:
                     response.finish_reason = finish_reason_to_proto(delta.completion.finish_reason)
                     response.policy_version_spans.extend(spans_to_proto(delta.completion.policy_version_spans))
+                    response.head_version_spans.extend(spans_to_proto(delta.completion.head_version_spans))
                     response.spec.CopyFrom(spec_to_proto(delta.completion.spec))
                 yield response
         except ValueError as error:

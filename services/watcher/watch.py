@@ -27,7 +27,7 @@ _LONGEST_PATIENCE_SECONDS = 3600.0
 
 @dataclass(slots=True)
 class Events:
-    """What a record led to. kinds: check, alarm, degraded, worse."""
+    """What a record led to. kinds: check, alarm, degraded, worse, kept."""
 
     happened: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
@@ -144,3 +144,4 @@ class Watch:
             events.add("worse", version=self.version, **check.to_json())
         elif self._trial_checks >= _TRIAL_CHECKS:
             self._trial = None
+            events.add("kept", version=self.version, acceptance=check.acceptance, reference=check.reference)

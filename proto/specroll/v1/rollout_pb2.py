@@ -26,41 +26,41 @@ from specroll.v1 import artifact_pb2 as specroll_dot_v1_dot_artifact__pb2
 from specroll.v1 import trajectory_pb2 as specroll_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19specroll/v1/rollout.proto\x12\x0bspecroll.v1\x1a\x1aspecroll/v1/artifact.proto\x1a\x1cspecroll/v1/trajectory.proto\"h\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\x05\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.specroll.v1.SamplingParams\"\xca\x01\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.specroll.v1.FinishReason\x12\x36\n\x14policy_version_spans\x18\x04 \x03(\x0b\x32\x18.specroll.v1.VersionSpan\x12\'\n\x04spec\x18\x05 \x01(\x0b\x32\x19.specroll.v1.SpecCounters\"}\n\x13UpdatePolicyRequest\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32\x1f.specroll.v1.UpdatePolicyHeaderH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.specroll.v1.ArtifactChunkH\x00\x42\x06\n\x04part\"j\n\x12UpdatePolicyHeader\x12(\n\x06policy\x18\x01 \x01(\x0b\x32\x18.specroll.v1.ArtifactRef\x12*\n\npause_mode\x18\x02 \x01(\x0e\x32\x16.specroll.v1.PauseMode\"X\n\x14UpdatePolicyResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x15\n\rpause_seconds\x18\x02 \x01(\x01\x12\x11\n\tin_flight\x18\x03 \x01(\x03\"w\n\x10SwapHeadsRequest\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.specroll.v1.SwapHeadsHeaderH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.specroll.v1.ArtifactChunkH\x00\x42\x06\n\x04part\"a\n\x0fSwapHeadsHeader\x12\'\n\x05heads\x18\x01 \x01(\x0b\x32\x18.specroll.v1.ArtifactRef\x12%\n\x05phase\x18\x02 \x01(\x0e\x32\x16.specroll.v1.SwapPhase\"Z\n\x11SwapHeadsResponse\x12\x15\n\rheads_version\x18\x01 \x01(\x03\x12\x16\n\x0eheads_checksum\x18\x02 \x01(\t\x12\x16\n\x0e\x63ommit_seconds\x18\x03 \x01(\x01\"6\n\x13\x44isturbHeadsRequest\x12\x11\n\tdeviation\x18\x01 \x01(\x01\x12\x0c\n\x04seed\x18\x02 \x01(\x03\"\x16\n\x14\x44isturbHeadsResponse\")\n\x14RolloutStatusRequest\x12\x11\n\tchecksums\x18\x01 \x01(\x08\"\xe8\x01\n\rRolloutStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x15\n\rheads_version\x18\x03 \x01(\x03\x12\x0f\n\x07running\x18\x04 \x01(\x03\x12\x18\n\x10groups_in_flight\x18\x05 \x01(\x03\x12\x14\n\x0ctokens_total\x18\x06 \x01(\x01\x12\r\n\x05ready\x18\x07 \x01(\x08\x12\x16\n\x0eheads_checksum\x18\x08 \x01(\t\x12\x14\n\x0cheads_digest\x18\t \x01(\t\x12\x17\n\x0fpolicy_checksum\x18\n \x01(\t*X\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12PAUSE_MODE_RETRACT\x10\x01\x12\x17\n\x13PAUSE_MODE_IN_PLACE\x10\x02*V\n\tSwapPhase\x12\x1a\n\x16SWAP_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12SWAP_PHASE_PREPARE\x10\x01\x12\x15\n\x11SWAP_PHASE_COMMIT\x10\x02\x32\xe8\x03\n\x0eRolloutService\x12I\n\x08Generate\x12\x1c.specroll.v1.GenerateRequest\x1a\x1d.specroll.v1.GenerateResponse0\x01\x12\x45\n\x0bSampleGroup\x12\x18.specroll.v1.PromptGroup\x1a\x1c.specroll.v1.TrajectoryGroup\x12U\n\x0cUpdatePolicy\x12 .specroll.v1.UpdatePolicyRequest\x1a!.specroll.v1.UpdatePolicyResponse(\x01\x12L\n\tSwapHeads\x12\x1d.specroll.v1.SwapHeadsRequest\x1a\x1e.specroll.v1.SwapHeadsResponse(\x01\x12S\n\x0c\x44isturbHeads\x12 .specroll.v1.DisturbHeadsRequest\x1a!.specroll.v1.DisturbHeadsResponse\x12J\n\tGetStatus\x12!.specroll.v1.RolloutStatusRequest\x1a\x1a.specroll.v1.RolloutStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19specroll/v1/rollout.proto\x12\x0bspecroll.v1\x1a\x1aspecroll/v1/artifact.proto\x1a\x1cspecroll/v1/trajectory.proto\"h\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\x05\x12-\n\x08sampling\x18\x03 \x01(\x0b\x32\x1b.specroll.v1.SamplingParams\"\x80\x02\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.specroll.v1.FinishReason\x12\x36\n\x14policy_version_spans\x18\x04 \x03(\x0b\x32\x18.specroll.v1.VersionSpan\x12\'\n\x04spec\x18\x05 \x01(\x0b\x32\x19.specroll.v1.SpecCounters\x12\x34\n\x12head_version_spans\x18\x06 \x03(\x0b\x32\x18.specroll.v1.VersionSpan\"}\n\x13UpdatePolicyRequest\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32\x1f.specroll.v1.UpdatePolicyHeaderH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.specroll.v1.ArtifactChunkH\x00\x42\x06\n\x04part\"j\n\x12UpdatePolicyHeader\x12(\n\x06policy\x18\x01 \x01(\x0b\x32\x18.specroll.v1.ArtifactRef\x12*\n\npause_mode\x18\x02 \x01(\x0e\x32\x16.specroll.v1.PauseMode\"X\n\x14UpdatePolicyResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x15\n\rpause_seconds\x18\x02 \x01(\x01\x12\x11\n\tin_flight\x18\x03 \x01(\x03\"w\n\x10SwapHeadsRequest\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.specroll.v1.SwapHeadsHeaderH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.specroll.v1.ArtifactChunkH\x00\x42\x06\n\x04part\"a\n\x0fSwapHeadsHeader\x12\'\n\x05heads\x18\x01 \x01(\x0b\x32\x18.specroll.v1.ArtifactRef\x12%\n\x05phase\x18\x02 \x01(\x0e\x32\x16.specroll.v1.SwapPhase\"Z\n\x11SwapHeadsResponse\x12\x15\n\rheads_version\x18\x01 \x01(\x03\x12\x16\n\x0eheads_checksum\x18\x02 \x01(\t\x12\x16\n\x0e\x63ommit_seconds\x18\x03 \x01(\x01\"6\n\x13\x44isturbHeadsRequest\x12\x11\n\tdeviation\x18\x01 \x01(\x01\x12\x0c\n\x04seed\x18\x02 \x01(\x03\"\x16\n\x14\x44isturbHeadsResponse\")\n\x14RolloutStatusRequest\x12\x11\n\tchecksums\x18\x01 \x01(\x08\"\xe8\x01\n\rRolloutStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x15\n\rheads_version\x18\x03 \x01(\x03\x12\x0f\n\x07running\x18\x04 \x01(\x03\x12\x18\n\x10groups_in_flight\x18\x05 \x01(\x03\x12\x14\n\x0ctokens_total\x18\x06 \x01(\x01\x12\r\n\x05ready\x18\x07 \x01(\x08\x12\x16\n\x0eheads_checksum\x18\x08 \x01(\t\x12\x14\n\x0cheads_digest\x18\t \x01(\t\x12\x17\n\x0fpolicy_checksum\x18\n \x01(\t*X\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x16\n\x12PAUSE_MODE_RETRACT\x10\x01\x12\x17\n\x13PAUSE_MODE_IN_PLACE\x10\x02*V\n\tSwapPhase\x12\x1a\n\x16SWAP_PHASE_UNSPECIFIED\x10\x00\x12\x16\n\x12SWAP_PHASE_PREPARE\x10\x01\x12\x15\n\x11SWAP_PHASE_COMMIT\x10\x02\x32\xe8\x03\n\x0eRolloutService\x12I\n\x08Generate\x12\x1c.specroll.v1.GenerateRequest\x1a\x1d.specroll.v1.GenerateResponse0\x01\x12\x45\n\x0bSampleGroup\x12\x18.specroll.v1.PromptGroup\x1a\x1c.specroll.v1.TrajectoryGroup\x12U\n\x0cUpdatePolicy\x12 .specroll.v1.UpdatePolicyRequest\x1a!.specroll.v1.UpdatePolicyResponse(\x01\x12L\n\tSwapHeads\x12\x1d.specroll.v1.SwapHeadsRequest\x1a\x1e.specroll.v1.SwapHeadsResponse(\x01\x12S\n\x0c\x44isturbHeads\x12 .specroll.v1.DisturbHeadsRequest\x1a!.specroll.v1.DisturbHeadsResponse\x12J\n\tGetStatus\x12!.specroll.v1.RolloutStatusRequest\x1a\x1a.specroll.v1.RolloutStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specroll.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PAUSEMODE']._serialized_start=1406
-  _globals['_PAUSEMODE']._serialized_end=1494
-  _globals['_SWAPPHASE']._serialized_start=1496
-  _globals['_SWAPPHASE']._serialized_end=1582
+  _globals['_PAUSEMODE']._serialized_start=1460
+  _globals['_PAUSEMODE']._serialized_end=1548
+  _globals['_SWAPPHASE']._serialized_start=1550
+  _globals['_SWAPPHASE']._serialized_end=1636
   _globals['_GENERATEREQUEST']._serialized_start=100
   _globals['_GENERATEREQUEST']._serialized_end=204
   _globals['_GENERATERESPONSE']._serialized_start=207
-  _globals['_GENERATERESPONSE']._serialized_end=409
-  _globals['_UPDATEPOLICYREQUEST']._serialized_start=411
-  _globals['_UPDATEPOLICYREQUEST']._serialized_end=536
-  _globals['_UPDATEPOLICYHEADER']._serialized_start=538
-  _globals['_UPDATEPOLICYHEADER']._serialized_end=644
-  _globals['_UPDATEPOLICYRESPONSE']._serialized_start=646
-  _globals['_UPDATEPOLICYRESPONSE']._serialized_end=734
-  _globals['_SWAPHEADSREQUEST']._serialized_start=736
-  _globals['_SWAPHEADSREQUEST']._serialized_end=855
-  _globals['_SWAPHEADSHEADER']._serialized_start=857
-  _globals['_SWAPHEADSHEADER']._serialized_end=954
-  _globals['_SWAPHEADSRESPONSE']._serialized_start=956
-  _globals['_SWAPHEADSRESPONSE']._serialized_end=1046
-  _globals['_DISTURBHEADSREQUEST']._serialized_start=1048
-  _globals['_DISTURBHEADSREQUEST']._serialized_end=1102
-  _globals['_DISTURBHEADSRESPONSE']._serialized_start=1104
-  _globals['_DISTURBHEADSRESPONSE']._serialized_end=1126
-  _globals['_ROLLOUTSTATUSREQUEST']._serialized_start=1128
-  _globals['_ROLLOUTSTATUSREQUEST']._serialized_end=1169
-  _globals['_ROLLOUTSTATUS']._serialized_start=1172
-  _globals['_ROLLOUTSTATUS']._serialized_end=1404
-  _globals['_ROLLOUTSERVICE']._serialized_start=1585
-  _globals['_ROLLOUTSERVICE']._serialized_end=2073
+  _globals['_GENERATERESPONSE']._serialized_end=463
+  _globals['_UPDATEPOLICYREQUEST']._serialized_start=465
+  _globals['_UPDATEPOLICYREQUEST']._serialized_end=590
+  _globals['_UPDATEPOLICYHEADER']._serialized_start=592
+  _globals['_UPDATEPOLICYHEADER']._serialized_end=698
+  _globals['_UPDATEPOLICYRESPONSE']._serialized_start=700
+  _globals['_UPDATEPOLICYRESPONSE']._serialized_end=788
+  _globals['_SWAPHEADSREQUEST']._serialized_start=790
+  _globals['_SWAPHEADSREQUEST']._serialized_end=909
+  _globals['_SWAPHEADSHEADER']._serialized_start=911
+  _globals['_SWAPHEADSHEADER']._serialized_end=1008
+  _globals['_SWAPHEADSRESPONSE']._serialized_start=1010
+  _globals['_SWAPHEADSRESPONSE']._serialized_end=1100
+  _globals['_DISTURBHEADSREQUEST']._serialized_start=1102
+  _globals['_DISTURBHEADSREQUEST']._serialized_end=1156
+  _globals['_DISTURBHEADSRESPONSE']._serialized_start=1158
+  _globals['_DISTURBHEADSRESPONSE']._serialized_end=1180
+  _globals['_ROLLOUTSTATUSREQUEST']._serialized_start=1182
+  _globals['_ROLLOUTSTATUSREQUEST']._serialized_end=1223
+  _globals['_ROLLOUTSTATUS']._serialized_start=1226
+  _globals['_ROLLOUTSTATUS']._serialized_end=1458
+  _globals['_ROLLOUTSERVICE']._serialized_start=1639
+  _globals['_ROLLOUTSERVICE']._serialized_end=2127
 # @@protoc_insertion_point(module_scope)

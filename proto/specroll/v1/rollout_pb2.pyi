@@ -38,18 +38,20 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("token_ids", "logprobs", "finish_reason", "policy_version_spans", "spec")
+    __slots__ = ("token_ids", "logprobs", "finish_reason", "policy_version_spans", "spec", "head_version_spans")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    HEAD_VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedScalarFieldContainer[float]
     finish_reason: _trajectory_pb2.FinishReason
     policy_version_spans: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.VersionSpan]
     spec: _trajectory_pb2.SpecCounters
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[_trajectory_pb2.FinishReason, str]] = ..., policy_version_spans: _Optional[_Iterable[_Union[_trajectory_pb2.VersionSpan, _Mapping]]] = ..., spec: _Optional[_Union[_trajectory_pb2.SpecCounters, _Mapping]] = ...) -> None: ...
+    head_version_spans: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.VersionSpan]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[_Union[_trajectory_pb2.FinishReason, str]] = ..., policy_version_spans: _Optional[_Iterable[_Union[_trajectory_pb2.VersionSpan, _Mapping]]] = ..., spec: _Optional[_Union[_trajectory_pb2.SpecCounters, _Mapping]] = ..., head_version_spans: _Optional[_Iterable[_Union[_trajectory_pb2.VersionSpan, _Mapping]]] = ...) -> None: ...
 
 class UpdatePolicyRequest(_message.Message):
     __slots__ = ("header", "chunk")
