@@ -2,8 +2,8 @@
 
     u_k = z_k + bound(F_k x, 0.2 |z_k|)
 
-x is a unit vector of features of the round's start, F_k [H, X] starts at 0 with every trajectory, and bound(v, r) scales
-v down to norm r. When a proposed position matures, with the target's law p and the proposed law q,
+x is a unit vector of features of the round's start, F_k [H, X] starts at 0 with every trajectory, and bound(v, r)
+scales v down to norm r. When a proposed position matures, with the target's law p and the proposed law q,
 
     F_k += 3 T sum_v (p(v) - q(v)) D_v x'     over the 16 most likely tokens of q and of p.
 
@@ -85,7 +85,7 @@ class Features:
 
     @property
     def size(self) -> int:
-        return self._basis.shape[1] + self._projection.shape[1]
+        return int(self._basis.shape[1] + self._projection.shape[1])
 
     def __call__(self, h: Tensor, e: Tensor) -> Tensor:
         """h, e: [B, H]. Returns [B, X] float32 of norm 1."""

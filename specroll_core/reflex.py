@@ -38,7 +38,7 @@ class ReflexOptions:
     group_tokens: int = 16384
     group_bytes: int = 64 * _MIB
     table: bool = False
-    table_weight: float = 0.1
+    table_weight: float = 0.03
     table_bytes: int = 16 * _MIB
     matching: MemoryOptions = field(default_factory=MemoryOptions)
 

@@ -101,9 +101,8 @@ def test_batched_learning_is_the_formula_for_each_trajectory_alone() -> None:
     while active := [s for s in slots if at[s] < length - 1]:
         index = torch.tensor(active)
         x = torch.nn.functional.normalize(torch.randn(len(active), X, generator=g), dim=-1)
-        columns, q = top_tokens(
-            torch.randn(len(active), K, M, generator=g), torch.tensor([temperature[s] for s in active])
-        )
+        warm = torch.tensor([temperature[s] for s in active])
+        columns, q = top_tokens(torch.randn(len(active), K, M, generator=g), warm)
         pending.push(
             index,
             torch.tensor([at[s] for s in active]),
