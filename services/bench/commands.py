@@ -32,7 +32,8 @@ _HF_TOKENS = 64
 # The arm whose widths make the bound: what a run does where it is measured, else heads.
 _BOUND_ARMS = ("speculation", "heads", "heads-target-match", "memory", "lookup")
 
-console = Console(highlight=False, soft_wrap=True)
+# A pipe has no width of its own, and a table that is cut says nothing.
+_PIPE_WIDTH = 132
 
 
 def bench_command(config_path: Path, overrides: Sequence[str], options: BenchOptions) -> int:
@@ -46,6 +47,9 @@ def bench_command(config_path: Path, overrides: Sequence[str], options: BenchOpt
     except EngineError as error:
         Console(stderr=True).print(f"specroll: {error}")
         return 1
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
     for temperature in options.temperatures:
         console.print(table(result, temperature))
     for line in notes(result):

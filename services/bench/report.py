@@ -14,11 +14,11 @@ from services.bench.result import ArmResult, BenchResult
 
 
 def table(result: BenchResult, temperature: float) -> Table:
-    """One row for each concurrency and arm."""
-    out = Table(title=f"temperature {temperature:g}: tokens per second, as ratios to plain decoding in the same engine")
-    for name in ("in flight", "arm", "tokens/s", "ratio", "of bound", "tokens/step", "nodes"):
-        out.add_column(name, justify="left" if name == "arm" else "right")
-    out.add_column("step ms: propose + forward + accept + other", justify="right")
+    """One row for each concurrency and arm. bound: share of it that the ratio reaches. step ms: propose + forward +
+    accept + all else; overhead: the share of propose and accept."""
+    out = Table(title=f"temperature {temperature:g}: tokens per second relative to plain decoding in the same engine")
+    for name in ("in flight", "arm", "tokens/s", "ratio", "bound", "tokens/step", "nodes", "step ms", "overhead"):
+        out.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
     before = None
     for arm in (a for a in result.arms if a.temperature == temperature):
         bound = result.bound(arm.concurrency, temperature)
@@ -34,6 +34,7 @@ def table(result: BenchResult, temperature: float) -> Table:
             str(arm.tokens_per_step) if arm.arm != PLAIN else "1",
             f"{arm.nodes:.1f}",
             _step(arm),
+            f"{arm.overhead:.0%}",
         )
         before = arm.concurrency
     return out
@@ -98,4 +99,4 @@ def _line(panel, name: str, arms: Sequence[ArmResult]) -> None:
 
 def _step(arm: ArmResult) -> str:
     parts = (arm.propose_seconds, arm.forward_seconds, arm.accept_seconds, arm.other_seconds)
-    return " + ".join(f"{1e3 * part:.1f}" for part in parts) + f" ({arm.overhead:.0%})"
+    return "+".join(f"{1e3 * part:.1f}" for part in parts)

@@ -222,8 +222,6 @@ def _engine_config(options: LosslessOptions, heads: Path, threads: int, longest_
         max_running_requests=options.running,
         # Every request that runs fits to its end.
         max_total_tokens=options.running * context,
-        # While this process computes exact laws the engine is idle, and must not take a core for it.
-        args={"sleep_on_idle": True},
         speculation=SpeculationConfig(
             enabled=True,
             heads=heads,

@@ -88,6 +88,8 @@ def engine_arguments(
             "page_size": 1,
             "disable_cuda_graph": True,
             "disable_overlap_schedule": True,
+            # An idle scheduler would keep a core busy that a learner could use.
+            "sleep_on_idle": True,
         }
     if config.speculation.enabled:
         arguments |= speculation_arguments(config)

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from services.bench.commands import bench_command
+from services.bench.options import BenchOptions
+from services.bench.result import Bound, accepted_at, ratio_of, ratio_of_sums
+from tests.e2e.cluster import write_tiny_run
+
+
+def test_the_interval_of_a_ratio_is_the_bootstrap_of_turns() -> None:
+    """Three turns: all 27 ways to draw them again are enumerated."""
+    rates, plain = [20.0, 30.0, 44.0], [10.0, 20.0, 20.0]
+
+    def median(values: list[float]) -> float:
+        return sorted(values)[1]
+
+    ratios = sorted(
+        median([rates[i] for i in drawn]) / median([plain[i] for i in drawn]) for drawn in product(range(3), repeat=3)
+    )
+    interval = ratio_of(rates, plain)
+    assert interval.value == pytest.approx(30 / 20)
+    assert (interval.low, interval.high) == pytest.approx((ratios[0], ratios[-1]))
+
+
+def test_what_disturbs_both_sides_of_a_turn_cancels() -> None:
+    interval = ratio_of([20.0, 4.0, 36.0], [10.0, 2.0, 18.0])
+    assert (interval.value, interval.low, interval.high) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_tokens_per_step_weigh_completions_by_their_steps() -> None:
+    assert ratio_of_sums([(30.0, 10.0), (10.0, 10.0)]).value == pytest.approx(2.0)
+
+
+def test_acceptance_by_depth() -> None:
+    assert accepted_at([(0, 4, 0), (1, 4, 2), (4, 4, 1), (6, 4, 2)]) == (3 / 4, 2 / 4)
+    assert accepted_at([(0, 0, 0)]) == ()
+
+
+def test_the_bound_is_the_best_width_with_everything_else_free() -> None:
+    bound = Bound(1, 0.6, {0: (1.0, 0.030), 4: (2.0, 0.033), 8: (2.4, 0.045)})
+    assert bound.value == pytest.approx(2.0 * 30 / 33)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"arms": ("plain", "guessing")}, "guessing is not known"),
+        ({"arms": ("heads",)}, "must contain plain"),
+        ({"concurrency": (0,)}, "--concurrency"),
+        ({"temperatures": (-1.0,)}, "--temperature"),
+        ({"rounds": 0}, "--rounds"),
+        ({"nodes": 0}, "--nodes"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BenchOptions(**options)
+
+
+@pytest.mark.engine
+def test_a_bench_measures_every_arm_on_a_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures of time mean nothing here: what is counted must add up."""
+    config = write_tiny_run(tmp_path, sampling={"max_new_tokens": 48}, model={"dtype": "float32"})
+    options = BenchOptions(
+        concurrency=(3,),
+        temperatures=(0.2,),
+        arms=("plain", "lookup", "memory"),
+        widths=(3,),
+        rounds=2,
+        seconds=2.5,
+        warmup=0.2,
+        prompts=4,
+        group_size=2,
+        threads=1,
+        json=tmp_path / "bench.json",
+        plot=tmp_path / "bench.png",
+    )
+    assert bench_command(config, [], options) == 0
+    record = json.loads((tmp_path / "bench.json").read_text())
+    plain, lookup, memory = record["arms"]
+    assert [arm["arm"] for arm in record["arms"]] == ["plain", "lookup", "memory"]
+    assert all(len(arm["rates"]) == 2 and sum(arm["rates"]) > 0 for arm in record["arms"])
+    assert plain["ratio"]["value"] == plain["tokens_per_step"]["value"] == 1
+    assert plain["nodes"] == 0
+    assert plain["accepted_at"] == []
+    assert memory["tokens_per_step"]["value"] >= 1
+    assert lookup["propose_seconds"] >= 0
+    (bound,) = record["bounds"]
+    assert set(bound["curve"]) == {"0", "3"}
+    assert bound["curve"]["0"][0] == 1
+    assert bound["value"] >= 1
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert "temperature 0.2" in capsys.readouterr().out
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
+    config = write_tiny_run(tmp_path)
+    with pytest.raises(ValueError, match="--json .* must name a file in a directory that exists"):
+        bench_command(config, [], BenchOptions(json=tmp_path / "none" / "bench.json"))
