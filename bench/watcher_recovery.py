@@ -1,9 +1,11 @@
 """How fast the watcher brings heads up from nothing and back after a fault: one engine, one watcher, steady traffic.
 
     python -m bench.watcher_recovery CONFIG.toml --out DIRECTORY [--concurrency 8] [--nodes 8] [--minutes 12]
+        [--moved DIRECTORY]
 
-No learner runs: the policy stays as it is. Phases: no heads until the first version serves; steady; noise of standard
-deviation 1 on the output projections until acceptance is back. Prints one line per ten seconds and a summary.
+No learner runs. Phases: no heads until the first version serves, unless heads.init names some; steady; noise of standard
+deviation 1 on the output projections until heads are swapped; with --moved DIRECTORY another policy until they are
+swapped again. Prints a line now and then, and a summary at the end.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from services.common import grpc_setup
@@ -32,8 +35,9 @@ from services.learner.prompts import load_prompts
 from services.models import fetch_model, load_tokenizer
 from services.rollout.engine import RolloutEngine
 from services.rollout.grpc_server import RolloutServicer
+from services.rollout.heads_control import ServedHeads
 from services.rollout.heads_feedback import FeedbackForwarder
-from services.rollout.heads_service import WorkerHeads, announce_for_ever
+from services.rollout.heads_service import WorkerHeads, announce_for_ever, engine_with_heads
 from services.rollout.policy import Served, ServedPolicy
 from services.rollout.policy_store import PolicyStore
 from services.run_dir import RunDir
@@ -69,65 +73,76 @@ class Traffic:
                 (time.monotonic(), version, len(completion.token_ids) - 1, completion.spec.verify_steps, gap)
             )
 
-    def acceptance(self, since: float, version: int | None = None) -> tuple[float, float]:
+    def acceptance(self, since: float) -> tuple[float, float]:
         """Tokens per round, and tokens per second, of completions that ended since then."""
-        chosen = [d for d in self.done if d[0] >= since and version in (None, d[1])]
+        chosen = [d for d in self.done if d[0] >= since]
         tokens, rounds = sum(d[2] for d in chosen), sum(d[3] for d in chosen)
         return tokens / rounds if rounds else float("nan"), tokens / max(1e-9, time.monotonic() - since)
 
 
-async def measure(engine, traffic: Traffic, heads: WorkerHeads, minutes: float) -> dict:
-    """The phases, and what they took."""
-    began = time.monotonic()
-    end = began + 60 * minutes
-    out: dict = {}
+class Phases:
+    """Waits that say what is seen meanwhile, all of them over at `end`."""
 
-    async def until(predicate, what: str) -> bool:
-        while time.monotonic() < end:
+    def __init__(self, engine: RolloutEngine, traffic: Traffic, minutes: float) -> None:
+        self.engine, self.traffic = engine, traffic
+        self.began = time.monotonic()
+        self.end = self.began + 60 * minutes
+
+    async def state(self) -> ServedHeads:
+        return await self.engine.heads.state()
+
+    async def until(self, what: str, reached: Callable[[ServedHeads], bool]) -> bool:
+        while time.monotonic() < self.end:
             await asyncio.sleep(2)
-            say(traffic, (await engine.heads.state()).version, what, began)
-            if await predicate():
+            state = await self.state()
+            say(self.traffic, state.version, what, self.began)
+            if reached(state):
                 return True
         return False
 
-    async def has_heads() -> bool:
-        return (await engine.heads.state()).version > 0
+    async def settled(self, what: str) -> float:
+        """Tokens per round of what ends more than 20 s from now, over six completions of every stream."""
+        since = time.monotonic() + 20
+        enough = 6 * self.traffic.concurrency
+        await self.until(what, lambda _: sum(d[0] >= since for d in self.traffic.done) >= enough)
+        return self.traffic.acceptance(since)[0]
 
-    async def settled() -> bool:
-        return len([d for d in traffic.done if d[1] > 0 and d[0] > served_at + 20]) >= 6 * traffic.concurrency
+    async def answered(self, what: str) -> dict[str, float]:
+        """Until heads are swapped, and what is accepted before and after."""
+        began, swaps = time.monotonic(), (await self.state()).swaps
+        swapped = await self.until(what, lambda state: state.swaps > swaps)
+        seconds = time.monotonic() - began
+        before = self.traffic.acceptance(began + 20)[0]
+        after = await self.settled(f"after {what}") if swapped else float("nan")
+        return {"acceptance": before, "seconds_to_swap": seconds, "acceptance_after": after}
 
-    while not traffic.done:
-        await asyncio.sleep(0.1)
-    first = traffic.done[0][0]
-    if not await until(has_heads, "no heads"):
-        return out
-    served_at = time.monotonic()
-    out["seconds_to_first_version"] = served_at - first
-    out["acceptance_without_heads"] = traffic.acceptance(began)[0]
-    await until(settled, "first version")
-    out["acceptance_first_version"], out["tokens_per_second"] = traffic.acceptance(served_at + 20)
-    out["commit_ms"] = 1000 * (await engine.heads.state()).commit_seconds
-    before, swaps = out["acceptance_first_version"], (await engine.heads.state()).swaps
+
+async def measure(phases: Phases, heads: WorkerHeads, move: Callable[[], Awaitable[None]] | None) -> dict:
+    """The phases, and what they took. move: brings another policy."""
+    traffic = phases.traffic
+    out: dict = {}
+    await phases.until("start", lambda _: bool(traffic.done))
+    first = time.monotonic()
+    if (await phases.state()).version == 0:
+        await phases.until("no heads", lambda state: state.version > 0)
+        out["seconds_to_first_version"] = time.monotonic() - first
+        out["acceptance_without_heads"] = traffic.acceptance(first)[0]
+    out["acceptance"] = await phases.settled("steady")
     await heads.disturb(1.0, seed=0)
-    disturbed_at = time.monotonic()
-
-    async def swapped() -> bool:
-        return (await engine.heads.state()).swaps > swaps
-
-    if await until(swapped, "disturbed"):
-        out["acceptance_disturbed"] = traffic.acceptance(disturbed_at)[0]
-        served_at = time.monotonic()
-        out["seconds_from_fault_to_swap"] = served_at - disturbed_at
-        await until(settled, "repaired")
-        out["acceptance_recovered"] = traffic.acceptance(served_at + 20)[0]
-        out["recovered_share"] = out["acceptance_recovered"] / before
-    while time.monotonic() < end:
-        await asyncio.sleep(10)
-        say(traffic, (await engine.heads.state()).version, "steady", began)
-    state = await engine.heads.state()
-    out |= {"last_version": state.version, "swaps": state.swaps, "acceptance_last": traffic.acceptance(end - 60)[0]}
-    out["requests_failed"] = traffic.failed
-    return out
+    out["disturbed"] = await phases.answered("noise")
+    if move is not None:
+        await move()
+        out["moved"] = await phases.answered("another policy")
+    await phases.until("steady", lambda _: False)
+    state = await phases.state()
+    return out | {
+        "version": state.version,
+        "swaps": state.swaps,
+        "last_commit_ms": 1000 * state.commit_seconds,
+        "acceptance_of_the_last_minute": traffic.acceptance(phases.end - 60)[0],
+        "longest_gap_seconds": max(d[4] for d in traffic.done),
+        "requests_failed": traffic.failed,
+    }
 
 
 def say(traffic: Traffic, version: int, what: str, began: float) -> None:
@@ -146,6 +161,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=12.0)
+    parser.add_argument("--moved", type=Path, help="a policy that training has moved on")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     options = parser.parse_args()
     with EmbeddedRedis(options.out / "redis-files") as server:
@@ -172,7 +188,11 @@ def main() -> None:
         client, keys = connect(server.url, password=server.password), RunKeys(run_dir.run_id)
         feedback = FeedbackForwarder(client, keys, config.watcher, worker_id="bench")
         engine = RolloutEngine.start(
-            config=config.rollout.engine, dtype=config.model.dtype, model_dir=model_dir, policy_version=0, seed=0
+            config=engine_with_heads(config, RunBoard(client, keys), PolicyStore(options.out / "cache"), model_dir),
+            dtype=config.model.dtype,
+            model_dir=model_dir,
+            policy_version=0,
+            seed=0,
         )
         try:
             result = asyncio.run(serve(config, engine, feedback, RunBoard(client, keys), options))
@@ -202,8 +222,15 @@ async def serve(config, engine, feedback: FeedbackForwarder, board: RunBoard, op
         asyncio.create_task(traffic.run()),
         asyncio.create_task(announce_for_ever(board, "bench", f"127.0.0.1:{port}")),
     ]
+
+    async def move() -> None:
+        made = ArtifactStore(RunDir(config.run.dir).policies).publish(
+            1, lambda to: shutil.copytree(options.moved, to, dirs_exist_ok=True)
+        )
+        await policy.load(made.path, Served(1, made.digest))
+
     try:
-        return await measure(engine, traffic, heads, options.minutes)
+        return await measure(Phases(engine, traffic, options.minutes), heads, move if options.moved else None)
     finally:
         for task in tasks:
             task.cancel()

@@ -77,7 +77,10 @@ class HeadsSwap:
         if serving is None:
             self._worker.proposer = staged
         else:
-            serving.heads.load_in_place(staged.heads.state_dict())
+            # Checked when it was staged: checking again would take longer than copying.
+            with torch.no_grad():
+                for parameter, new in zip(serving.heads.parameters(), staged.heads.parameters(), strict=True):
+                    parameter.copy_(new)
         self._staged = None
         state = self.state
         state.version, state.digest, state.checksum, state.prepared = version, digest, checksum, False
