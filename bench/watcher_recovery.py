@@ -3,9 +3,9 @@
     python -m bench.watcher_recovery CONFIG.toml --out DIRECTORY [--concurrency 8] [--nodes 8] [--minutes 12]
         [--moved DIRECTORY]
 
-No learner runs. Phases: no heads until the first version serves, unless heads.init names some; steady; noise of standard
-deviation 1 on the output projections until heads are swapped; with --moved DIRECTORY another policy until they are
-swapped again. Prints a line now and then, and a summary at the end.
+No learner runs. Phases: no heads until the first version serves, unless heads.init names some; steady; noise of
+standard deviation 1 on the output projections until heads are swapped; with --moved DIRECTORY another policy until they
+are swapped again. Prints a line now and then, and a summary at the end.
 """
 
 from __future__ import annotations
