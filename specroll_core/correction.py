@@ -58,7 +58,9 @@ def whitened_rows(rows: Tensor, frequency: Tensor, whitening: float = 0.1) -> Te
     H = rows.shape[1]
     covariance += whitening * covariance.trace() / H * torch.eye(H, device=rows.device)
     directions = torch.linalg.solve(covariance, centred.T).T
-    return directions / (directions * centred).sum(-1, keepdim=True).clamp_min(1e-12)
+    scale = (directions * centred).sum(-1, keepdim=True).clamp_min(1e-12)
+    whitened: Tensor = directions / scale
+    return whitened
 
 
 class Features:

@@ -22,6 +22,7 @@ from specroll_core.head_training import HeadRows
 from specroll_core.heads import FutureTokenHeads
 from specroll_core.proposal import PathProposer
 from specroll_core.reflex import Reflex
+from specroll_core.replay_correction import CorrectedGuesses
 from specroll_core.replay_guesses import HeadGuesses, RealisedDraws, head_guesses
 from specroll_core.scorer import CountTableScorer
 from specroll_core.tree import DraftTree, build_tree
@@ -81,7 +82,7 @@ def predicted_acceptance(
 
 @torch.no_grad()
 def replay(
-    guesses: HeadGuesses,
+    guesses: HeadGuesses | CorrectedGuesses,
     rows: HeadRows,
     *,
     nodes: int,
@@ -101,7 +102,8 @@ def replay(
     assert reflex is None or prompts is not None
     depth = options.max_depth if reflex is not None else min(options.max_depth, guesses.depth)
     reach = torch.zeros(len(rows), depth + 1, dtype=torch.float64)
-    batches = _by_prompt(rows) if reflex is not None else torch.arange(len(rows)).split(batch_rows)
+    in_turn = reflex is not None or isinstance(guesses, CorrectedGuesses)
+    batches = _by_prompt(rows) if in_turn else torch.arange(len(rows)).split(batch_rows)
     ahead, inside = _ahead(rows, depth)
     for index in batches:
         n = len(index)

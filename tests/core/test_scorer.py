@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from specroll_core.scorer import CELLS, NO_LOG_Q, CountTableScorer
+from specroll_core.scorer import CELLS, NO_LOG_Q, PRIOR_TRIALS_KEPT, CountTableScorer
 
 
 def test_the_prior_is_the_closed_form() -> None:
@@ -71,3 +71,23 @@ def test_tails_are_a_share_of_what_the_siblings_leave() -> None:
     assert scorer.tail(1, 0.6, -0.2).c == 0
     scorer.update_tails(torch.tensor([-1]), torch.tensor([1.0]), torch.tensor([1.0]))  # no cell, no effect
     assert scorer.tail(4, 0.6, 1.0).c == pytest.approx(0.5)
+
+
+def test_the_shipped_prior_is_worth_few_trials_and_ranks_candidates_as_they_are() -> None:
+    scorer = CountTableScorer.with_prior()
+    hits, trials = scorer.counts
+    assert bool((hits >= 0).all())
+    assert bool((hits <= trials).all())
+    assert 0 < float(trials.max()) <= PRIOR_TRIALS_KEPT
+    assert int((trials > 0).sum()) > 300
+    assert bool((scorer.tail_counts[0] <= scorer.tail_counts[1]).all())
+    for depth in (1, 2, 3):
+        by_head = [scorer.score(log_q, 0.0, 0, depth).c for log_q in (-6.0, -3.0, -1.2, -0.1)]
+        assert by_head == sorted(by_head)
+    by_memory = [scorer.score(NO_LOG_Q, p, 5, 1).c for p in (0.1, 0.4, 0.9)]
+    assert by_memory == sorted(by_memory)
+    assert scorer.score(-0.1, 0.9, 5, 1).c > 0.8
+    # It gives way to what is observed.
+    cell = scorer.score(-0.1, 0.9, 5, 1).cell
+    scorer.update(torch.full((1000,), cell), torch.zeros(1000))
+    assert scorer.score(-0.1, 0.9, 5, 1).c < 0.1
