@@ -185,7 +185,8 @@ class Supervisor:
         assert child.arguments is not None
         if child.restart_at == 0.0:
             child.restart_at = time.monotonic() + _RESTART_SECONDS
-            display.say(f"the {child.name} service ended ({child.process.returncode}) and is started again; {child.log}")
+            code = child.process.returncode
+            display.say(f"the {child.name} service ended with code {code} and is started again; see {child.log}")
         elif time.monotonic() >= child.restart_at:
             self.start(child.name, child.arguments, restart=True)
 
