@@ -126,7 +126,6 @@ class WorkerHeads:
             raise CannotRead(f"{ref.path} cannot be read here")
         return found
 
-
     @staticmethod
     def _is_here(path: str) -> bool:
         return Path(path).is_dir()
