@@ -12,10 +12,8 @@ from torch import Tensor
 from specroll_core.goodness_of_fit import chi_square_p, holm_rejects
 from specroll_core.growth import TreeOptions
 from specroll_core.law import final_logprobs
-from specroll_core.memory import TrajectoryMemory
-from specroll_core.memory_store import Stream, TokenStore
 from specroll_core.proposal import PathCandidate
-from specroll_core.scorer import CountTableScorer, Score, Scorer
+from specroll_core.scorer import CountTableScorer, Score
 from specroll_core.tree import DraftTree, plain_tree
 from specroll_core.verify import credit, verify
 from tests.core.toy import Setting, ToyLanguage, copy_rows, decode, grow, one_law
@@ -124,47 +122,6 @@ def test_the_law_holds_with_a_memory_that_reacts_to_draws() -> None:
     toy = ToyLanguage(vocab=3, seed=21)
     setting = Setting({"temperature": 0.9, "top_p": 0.95}, 4, paths=lambda prefix: Reactive(prefix, 3))
     assert p_value(toy, setting, length=2, seed=5) > FAMILY
-
-
-PROMPT = (0, 1, 2, 2, 0, 1, 2, 0, 0, 1, 1, 2, 0)
-
-
-def remembered(prefix: int) -> tuple[TokenStore, tuple[int, ...]]:
-    """A toy's prompt and the tokens emitted so far, in a store and as they are."""
-    own: list[int] = []
-    while prefix:
-        prefix, token = divmod(prefix - 1, 3)
-        own.append(token)
-    tokens = (*PROMPT, *own[::-1])
-    store = TokenStore(64)
-    Stream(store, tokens)
-    return store, tokens
-
-
-def trusting() -> CountTableScorer:
-    """Believes the memory and makes sampled children wherever there is room."""
-    scorer = CountTableScorer(tail_share=1.0)
-    scorer.counts[:] = 200.0
-    return scorer
-
-
-def test_the_law_holds_below_the_last_head_with_a_part_of_the_vocabulary() -> None:
-    """Nodes that only the memory proposes stand deeper than any law that draws are made from."""
-    toy = ToyLanguage(vocab=3, seed=23, heads=1)
-    setting = Setting({"temperature": 0.9}, 3, scorer=trusting(), ids=[0, 2], paths=lambda prefix: Reactive(prefix, 3))
-    tree, proposal = grow(toy, setting, torch.tensor([0]), torch.zeros(1, 3, dtype=torch.float64))
-    assert proposal.laws is not None
-    assert tree.any_sampled
-    assert tree.depth > proposal.laws.depth
-    assert p_value(toy, setting, length=2, seed=7) > FAMILY
-
-
-@pytest.mark.parametrize("scorer", [Contrary(), trusting()], ids=["contrary", "trusting"])
-def test_the_law_holds_with_the_trajectory_memory(scorer: Scorer) -> None:
-    toy = ToyLanguage(vocab=3, seed=22)
-    histories = [remembered(prefix) for prefix in range(4)]  # all that come before a second token
-    setting = Setting({"temperature": 0.9}, 6, scorer=scorer, paths=lambda prefix: TrajectoryMemory(*histories[prefix]))
-    assert p_value(toy, setting, length=2, seed=6) > FAMILY
 
 
 def test_a_shape_that_sees_the_draw_is_detected() -> None:
