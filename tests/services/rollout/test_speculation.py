@@ -258,7 +258,7 @@ def test_stops_and_caps_cut_a_block_where_plain_decoding_ends(engine, run, model
         assert (got.finish_reason, got.token_ids) == (FinishReason.STOP, tokens[: i + 1])
     for end, got in zip(texts.values(), strings, strict=True):
         assert (got.finish_reason, got.token_ids) == (FinishReason.STOP, tokens[:end])
-    assert max(len(got.spec.accepted_by_depth) for got in caps) > 1
+    assert max(len(got.spec.accepted_by_depth) for got in (*caps, *ids, *strings)) > 1
     for got in (*caps, *ids, *strings):
         assert len(got.logprobs) == len(got.token_ids)
         assert_adds_up(got)
