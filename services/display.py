@@ -118,6 +118,9 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, f"{value['mean']:.3f}  [{value['low']:.3f}, {value['high']:.3f}]"
     yield "steps", f"{report['steps']}, {_maybe(report['seconds']['step_median'])} s each in the median"
     yield "generation", f"{_maybe(report['tokens_per_second'])} tokens/s"
+    if (spec := report["speculation"]) is not None:
+        rate, gain = spec["tokens_per_step"], spec["speedup"]
+        yield "speculation", f"{rate:.2f} tokens a step, {gain:.2f} times as fast as the plain rounds of this run"
     if report["overlap"] is not None:
         yield "overlap", f"generation ran during {report['overlap']:.0%} of the training time"
     stale = report["staleness"]

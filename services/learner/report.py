@@ -16,6 +16,7 @@ from services.config import Config
 from services.learner.evaluation import Evaluation
 from services.learner.overlap import Overlap
 from services.run_dir import RunDir
+from specroll.v1.rollout_pb2 import SpeculationTotals
 
 
 class ReportBuilder:
@@ -29,6 +30,7 @@ class ReportBuilder:
         self._evaluations: list[Evaluation] = []
         self._steps: list[dict[str, float]] = []
         self._step_ends: list[float] = []
+        self.speculation: SpeculationTotals | None = None
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         self._evaluations.append(evaluation)
@@ -77,6 +79,7 @@ class ReportBuilder:
             "mismatch_kl_equal_version": _weighted_mean(
                 steps, "mismatch_kl/equal_version", "mismatch_kl/equal_version_tokens"
             ),
+            "speculation": _speculation(self.speculation),
             "groups": {
                 "trained": len(steps) * learner.batch_groups,
                 "expired": last.get("queue/expired_total", 0.0),
@@ -91,6 +94,17 @@ class ReportBuilder:
     def _reward(self, step: int) -> dict[str, float] | None:
         found = [e for e in self._evaluations if e.step == step]
         return {"mean": found[-1].reward, "low": found[-1].low, "high": found[-1].high} if found else None
+
+
+def _speculation(totals: SpeculationTotals | None) -> dict[str, float] | None:
+    if totals is None or not totals.requests:
+        return None
+    return {
+        "tokens_per_step": totals.emitted / totals.requests,
+        "drafted_per_step": totals.drafted / totals.requests,
+        "plain_rounds": totals.plain_rounds / totals.rounds,
+        "speedup": totals.plain_seconds / totals.seconds,
+    }
 
 
 def _values(steps: list[dict[str, float]], name: str) -> list[float]:

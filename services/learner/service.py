@@ -48,6 +48,7 @@ _SILENT_HEARTBEATS = 10
 _LOCK_SECONDS = 30.0
 # Workers load SGLang before they serve anything.
 _FIRST_WORKER_SECONDS = 600.0
+_STATUS_SECONDS = 5.0
 
 
 class Learner:
@@ -204,6 +205,7 @@ class Learner:
     def finish(self, completed: bool) -> None:
         """Tells the workers that the run is over and writes the report."""
         self.servicer.finished = completed
+        self.report.speculation = self.workers.speculation(_STATUS_SECONDS)
         self.report.write(self.checkpoint_path(), self.overlap, completed=completed)
         if completed:
             # The last version is in the checkpoint.

@@ -98,6 +98,9 @@ def _metrics(trajectories: list[Trajectory], results: list[GroupAdvantages], ver
         "completion/length/max": float(max(len(t.token_ids) for t in trajectories)),
         "completion/truncated/frac": fmean(t.finish_reason is FinishReason.LENGTH for t in trajectories),
     }
+    steps = sum(t.spec.verify_steps for t in trajectories)
+    if steps:
+        metrics["speculation/tokens_per_step"] = 1 + sum(t.spec.accepted for t in trajectories) / steps
     if counted:
         rewards = [t.reward for t in counted]
         metrics |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}

@@ -112,6 +112,21 @@ class Workers:
         with self._lock:
             return [w for w in self._workers.values() if w.version >= 0]
 
+    def speculation(self, deadline_seconds: float) -> rollout_pb2.SpeculationTotals | None:
+        """Sums over the workers that answer, None where none speculates."""
+        totals: rollout_pb2.SpeculationTotals | None = None
+        for worker in self.serving():
+            try:
+                status = worker.stub.GetStatus(rollout_pb2.RolloutStatusRequest(), timeout=deadline_seconds)
+            except grpc.RpcError as error:
+                log.warning("worker %s did not say how it speculated: %s", worker.worker_id, error.code())
+                continue
+            if status.HasField("speculation"):
+                totals = totals or rollout_pb2.SpeculationTotals()
+                for name in (field_.name for field_ in totals.DESCRIPTOR.fields):
+                    setattr(totals, name, getattr(totals, name) + getattr(status.speculation, name))
+        return totals
+
     def ids(self) -> list[str]:
         with self._lock:
             return sorted(self._workers)

@@ -76,8 +76,8 @@ class SpeculationStats:
 
     plain_rounds: in which nothing was drafted. requests: of all rounds; emitted / requests is the acceptance length,
     what ends cut off included. drafted: nodes beside the roots. Seconds of the scheduler's process: heads and trees,
-    the target's forward (in plain rounds with sampling), the walk and what follows it; clock_seconds: when this was
-    read.
+    the target's forward (in plain rounds with sampling), the walk and what follows it. plain_seconds: what the same
+    tokens would have taken by plain rounds, as those were measured meanwhile. clock_seconds: when this was read.
     """
 
     rounds: int = 0
@@ -88,7 +88,13 @@ class SpeculationStats:
     propose_seconds: float = 0.0
     forward_seconds: float = 0.0
     verify_seconds: float = 0.0
+    plain_seconds: float = 0.0
     clock_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of all rounds."""
+        return self.propose_seconds + self.forward_seconds + self.verify_seconds
 
     def add(
         self, requests: int, nodes: int, drafted: int, emitted: int, propose: float, forward: float, verify: float

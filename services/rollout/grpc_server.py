@@ -18,7 +18,7 @@ from services.common.wire import (
     spec_to_proto,
     trajectory_group_to_proto,
 )
-from services.rollout.completion import PolicyUpdateError
+from services.rollout.completion import PolicyUpdateError, SpeculationStats
 from services.rollout.engine import RolloutEngine
 from services.rollout.group_runner import GroupRunner
 from services.rollout.heads_control import HeadsRefused
@@ -145,6 +145,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def GetStatus(self, request, context):
         status = await self._engine.status()
         heads = await self._heads.served()
+        stats = await self._engine.speculation_stats()
         live, policy_checksum = await self._heads.checksums() if request.checksums else (heads.checksum, "")
         return rollout_pb2.RolloutStatus(
             worker_id=self._worker_id,
@@ -157,4 +158,17 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             groups_in_flight=self._loop.in_flight,
             tokens_total=status.tokens_total,
             ready=True,
+            speculation=None if stats is None else _totals(stats),
         )
+
+
+def _totals(stats: SpeculationStats) -> rollout_pb2.SpeculationTotals:
+    return rollout_pb2.SpeculationTotals(
+        rounds=stats.rounds,
+        plain_rounds=stats.plain_rounds,
+        requests=stats.requests,
+        drafted=stats.drafted,
+        emitted=stats.emitted,
+        seconds=stats.seconds,
+        plain_seconds=stats.plain_seconds,
+    )

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
 REPORT_KEYS = {
     "run_id", "completed", "steps", "resumed_at_step", "evaluations", "reward_before", "reward_after",
-    "train_reward_first", "train_reward_last", "seconds", "overlap", "tokens_per_second", "staleness",
+    "train_reward_first", "train_reward_last", "seconds", "overlap", "speculation", "tokens_per_second", "staleness",
     "mismatch_kl_equal_version", "groups", "checkpoint",
 }  # fmt: skip
 

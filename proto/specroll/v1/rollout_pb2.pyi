@@ -124,7 +124,7 @@ class RolloutStatusRequest(_message.Message):
     def __init__(self, checksums: _Optional[bool] = ...) -> None: ...
 
 class RolloutStatus(_message.Message):
-    __slots__ = ("worker_id", "policy_version", "heads_version", "running", "groups_in_flight", "tokens_total", "ready", "heads_checksum", "heads_digest", "policy_checksum")
+    __slots__ = ("worker_id", "policy_version", "heads_version", "running", "groups_in_flight", "tokens_total", "ready", "heads_checksum", "heads_digest", "policy_checksum", "speculation")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     HEADS_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,7 @@ class RolloutStatus(_message.Message):
     HEADS_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     HEADS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     POLICY_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     policy_version: int
     heads_version: int
@@ -145,4 +146,23 @@ class RolloutStatus(_message.Message):
     heads_checksum: str
     heads_digest: str
     policy_checksum: str
-    def __init__(self, worker_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., heads_version: _Optional[int] = ..., running: _Optional[int] = ..., groups_in_flight: _Optional[int] = ..., tokens_total: _Optional[float] = ..., ready: _Optional[bool] = ..., heads_checksum: _Optional[str] = ..., heads_digest: _Optional[str] = ..., policy_checksum: _Optional[str] = ...) -> None: ...
+    speculation: SpeculationTotals
+    def __init__(self, worker_id: _Optional[str] = ..., policy_version: _Optional[int] = ..., heads_version: _Optional[int] = ..., running: _Optional[int] = ..., groups_in_flight: _Optional[int] = ..., tokens_total: _Optional[float] = ..., ready: _Optional[bool] = ..., heads_checksum: _Optional[str] = ..., heads_digest: _Optional[str] = ..., policy_checksum: _Optional[str] = ..., speculation: _Optional[_Union[SpeculationTotals, _Mapping]] = ...) -> None: ...
+
+class SpeculationTotals(_message.Message):
+    __slots__ = ("rounds", "plain_rounds", "requests", "drafted", "emitted", "seconds", "plain_seconds")
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    EMITTED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    rounds: float
+    plain_rounds: float
+    requests: float
+    drafted: float
+    emitted: float
+    seconds: float
+    plain_seconds: float
+    def __init__(self, rounds: _Optional[float] = ..., plain_rounds: _Optional[float] = ..., requests: _Optional[float] = ..., drafted: _Optional[float] = ..., emitted: _Optional[float] = ..., seconds: _Optional[float] = ..., plain_seconds: _Optional[float] = ...) -> None: ...

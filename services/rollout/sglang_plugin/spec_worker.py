@@ -159,6 +159,7 @@ class SpeculativeWorker(BaseSpecWorker):
         result.speculative_num_draft_tokens = result.speculative_output_stride = 1
         seconds = time.perf_counter() - began
         self.stats.add(B, 1, 0, B, 0.0, seconds, 0.0)
+        self.stats.plain_seconds += seconds
         if self._chooser is not None:
             self._chooser.record(B, 1, seconds)
         for policy in self.budgets.values():
@@ -342,8 +343,11 @@ class SpeculativeWorker(BaseSpecWorker):
         lengths = verified.lengths.tolist()
         self.stats.add(len(lengths), tree.tokens.shape[1], int(tree.drafted.sum()), sum(lengths), *seconds)
         self.vocabulary.see(verified.tokens)
-        if self._chooser is None:
-            return
         B, nodes = tree.tokens.shape
+        if self._chooser is None:
+            # Nobody measures plain rounds where the width is fixed: nothing is claimed to be gained.
+            self.stats.plain_seconds += sum(seconds)
+            return
+        self.stats.plain_seconds += sum(lengths) / B * self._chooser.times.predict(B, 1)
         self._chooser.record(B, nodes, sum(seconds))
         self._chooser.acceptance.observe(tree.path_scores[:, 1:].tolist(), lengths)
