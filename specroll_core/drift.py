@@ -23,7 +23,11 @@ from typing import Any
 _SCALES = (1, 2, 4, 8, 16)
 _KEPT_DISTANCES = 1024
 # Fewer prompts than this say little about others, however many rounds they bring.
-_REFERENCE_CLUSTERS, _USABLE_CLUSTERS, _WINDOW_CLUSTERS = 64, 16, 4
+_REFERENCE_CLUSTERS, _WINDOW_CLUSTERS = 32, 4
+# A reference grows to so many times what it begins with, from windows that nothing is suspicious about: from here on
+# its own error hardly counts.
+_REFERENCE_GROWTH = 4
+_SUSPICIOUS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,8 @@ class DriftRecord:
 
 @dataclass(frozen=True, slots=True)
 class DriftConfig:
-    """check_records: rounds in a check. reference_records: rounds of a stratum, of 64 prompts at least, that later ones
-    are compared with; they are used from check_records rounds of 16 prompts on.
+    """check_records: rounds in a check. reference_records: rounds of a stratum, of 32 prompts at least, that later ones
+    are compared with; checks begin after them.
 
     A check finds degradation where the mean conditional acceptance fell by `fall` (or by `relative_fall` of itself,
     whichever is less) and by `significance` standard errors; or where some depth fell by `depth_fall`, by
@@ -85,7 +89,7 @@ class DriftConfig:
     cooldown_seconds: float = 60.0
     fall: float = 0.04
     relative_fall: float = 0.1
-    significance: float = 3.5
+    significance: float = 3.0
     depth_fall: float = 0.05
     supported_significance: float = 2.5
     distance_z: float = 2.5
@@ -226,6 +230,7 @@ class DriftDetector:
         """Forgets reference and windows. The cool-down goes on."""
         self.heads = heads
         self._reference: dict[str, _Counts] = {}
+        self._frozen = False
         self.restart_windows()
 
     def restart_windows(self) -> None:
@@ -244,8 +249,9 @@ class DriftDetector:
         out._reference = _merged([*self._windows, self._window])
         for stratum, counts in self._reference.items():
             recent = out._reference.setdefault(stratum, _Counts())
-            if recent.rounds < self.config.check_records:
+            if recent.rounds < self.config.reference_records:
                 recent.merge(counts)
+        out._frozen = True
         return out
 
     def observe(self, record: DriftRecord) -> DriftCheck | None:
@@ -256,10 +262,17 @@ class DriftDetector:
         self._observe_distances(record.distances)
         if not record.rounds:
             return None
+        if self._frozen:
+            if record.stratum not in self._reference:
+                return None  # the predecessor was never seen there
+            return self._compare_later(record)
         reference = self._reference.setdefault(record.stratum, _Counts())
-        if reference.rounds < self.config.check_records or reference.clusters < _USABLE_CLUSTERS:
+        if reference.rounds < self.config.reference_records or reference.clusters < _REFERENCE_CLUSTERS:
             reference.add(record)
             return None
+        return self._compare_later(record)
+
+    def _compare_later(self, record: DriftRecord) -> DriftCheck | None:
         self._window.setdefault(record.stratum, _Counts()).add(record)
         self._pending += record.rounds
         return self._check(record.at) if self._pending >= self.config.check_records else None
@@ -276,8 +289,7 @@ class DriftDetector:
 
     def _check(self, at: float) -> DriftCheck:
         config = self.config
-        if len(self._windows) == self._windows.maxlen:
-            self._extend_reference(self._windows[0])
+        leaving = self._windows[0] if len(self._windows) == self._windows.maxlen else None
         self._windows.append(self._window)
         records, self._window, self._pending = self._pending, {}, 0
         distance_z, inflation = self._distance_z(), self._inflation()
@@ -296,6 +308,8 @@ class DriftDetector:
         triggered = self.streak >= config.patience and at >= self._quiet_until
         if triggered:
             self._quiet_until = at + config.cooldown_seconds
+        elif leaving is not None and z < _SUSPICIOUS and not self._frozen:
+            self._extend_reference(leaving)
         return DriftCheck(
             at=at,
             heads=self.heads,
@@ -359,11 +373,11 @@ class DriftDetector:
         return (median(self._recent) - middle) / max(spread, self.config.distance_floor)
 
     def _extend_reference(self, window: Mapping[str, _Counts]) -> None:
-        """A window that is too old to be compared any more joins what others are compared with, where that is not
-        complete. Not earlier, so that the beginning of a drift does not hide itself."""
+        """A window that is too old to be compared any more joins what others are compared with, where that is small.
+        Not earlier, so that the beginning of a drift does not hide itself."""
         for stratum, counts in window.items():
             reference = self._reference[stratum]
-            if reference.rounds < self.config.reference_records or reference.clusters < _REFERENCE_CLUSTERS:
+            if reference.rounds < _REFERENCE_GROWTH * self.config.reference_records:
                 reference.merge(counts)
 
 

@@ -82,7 +82,7 @@ def test_changing_shares_of_strata_are_no_drift():
 
 def test_a_stratum_that_appears_later_gets_its_own_reference():
     rng = random.Random(2)
-    records = list(stream(rng, 12, strata=("T=0.6",))) + list(stream(rng, 12, strata=("T=1",)))
+    records = list(stream(rng, 20, strata=("T=0.6",))) + list(stream(rng, 20, strata=("T=1",)))
     checks = list(replay(records, heads=1))
     assert len(checks) >= 16
     assert not any(c.triggered for c in checks)
