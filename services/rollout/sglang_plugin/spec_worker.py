@@ -76,7 +76,7 @@ class SpeculativeWorker(BaseSpecWorker):
         # On a GPU, graphs of a speculative engine exist for verification only.
         self._decodes_plainly = get_device().device == "cpu"
         self.stats = SpeculationStats()
-        self.scorer = CountTableScorer()
+        self.scorer = CountTableScorer.with_prior()
         self.reflex = ReflexSlots(self.config)
         # What pays depends on who proposes: requests that ask for other parts have a policy of their own.
         self.budgets: dict[Hashable, BudgetPolicy] = {}
