@@ -56,6 +56,8 @@ _ROWS_SECONDS = 1.0
 _FRAMES = 64
 # Training begins only with so many held-out prompts: with fewer the gate could not pass.
 _MIN_HELD_OUT_PROMPTS = 6
+# Standard errors of a fall from which on a check leaves a doubt.
+_DOUBTFUL = 2.0
 # Heads that begin from nothing need more passes than those that are brought up to date.
 _COLD_EPOCHS = 5
 
@@ -160,7 +162,8 @@ class Watcher:
             delivery.ack()
 
     def _mark_fresh_rows(self, kind: str, facts: dict[str, Any]) -> None:
-        if kind == "check" and not facts["degraded"]:
+        # A drift begins before it is sure: what came since the last check without any doubt belongs to it.
+        if kind == "check" and not facts["degraded"] and (facts["z"] or 0.0) < _DOUBTFUL:
             self._healthy_at = self.buffer.received
         elif kind == "degraded":
             self._fresh_from, self._needed = self._healthy_at, self.config.watcher.min_rows
