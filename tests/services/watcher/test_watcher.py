@@ -92,7 +92,7 @@ class Worker:
 
     async def serve(self, store, sees_files):
         self.stopped = asyncio.Event()
-        engine = SimpleNamespace(status=self.status)
+        engine = SimpleNamespace(status=self.status, speculation_stats=self.no_stats)
         policy = SimpleNamespace(served=SimpleNamespace(version=0))
         heads = WorkerHeads(self.control, store, speculation=True)
         if not sees_files:
@@ -108,6 +108,9 @@ class Worker:
 
     async def status(self):
         return SimpleNamespace(running=0, tokens_total=0)
+
+    async def no_stats(self):
+        return None
 
     def stop(self):
         self.loop.call_soon_threadsafe(self.stopped.set)
