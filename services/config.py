@@ -179,8 +179,9 @@ class RolloutConfig(Section):
 
 
 class HeadsConfig(Section):
-    """Future-token heads of a run. init: "none", so that the watcher trains the first version, or what
-    `specroll heads train` made. heads, rank: the shape of heads that begin from nothing."""
+    """Future-token heads of a run. init: "none", so that the watcher trains the first version; "auto", so that
+    `specroll train` does before it starts, once for a model and task; or what `specroll heads train` made. heads, rank:
+    the shape of heads that begin from nothing."""
 
     init: str = "none"
     heads: int = Field(3, ge=1, le=4)

@@ -65,6 +65,7 @@ def train(path: Path, overrides: Sequence[str], *, resume: bool) -> int:
     config = load_config(path, overrides)
     run_dir = RunDir(config.run.dir)
     preflight(config)
+    overrides = [*overrides, *_heads(config, path, overrides)]
     run_dir.create(config, resume=resume)
     stop = threading.Event()
     stop_on_signals(stop)
@@ -215,6 +216,16 @@ def _redis(config: Config, run_dir: RunDir, stack: ExitStack) -> tuple[dict[str,
     server.start()
     stack.callback(server.stop)
     return server.environment(), [f"redis.url={server.url}"]
+
+
+def _heads(config: Config, path: Path, overrides: Sequence[str]) -> list[str]:
+    """Where `heads.init = "auto"` leads, once they have been trained."""
+    speculation = config.rollout.engine.speculation
+    if config.heads.init != "auto" or not speculation.enabled or speculation.heads is not None:
+        return []
+    from services.heads.auto import ensure_heads
+
+    return [f"heads.init={ensure_heads(config, path, overrides)}"]
 
 
 def _shares(config: Config) -> list[str]:

@@ -155,7 +155,8 @@ def head_kl(
 def _states(heads: FutureTokenHeads, rows: HeadRows, index: Tensor, embedding: Tensor) -> Tensor:
     """[R, K, H] in the heads' type."""
     dtype = heads.down.dtype
-    return heads(rows.hidden[index].to(dtype), embedding[rows.tokens[index]].to(dtype))
+    z: Tensor = heads(rows.hidden[index].to(dtype), embedding[rows.tokens[index]].to(dtype))
+    return z
 
 
 @torch.no_grad()

@@ -14,7 +14,8 @@ from rich.console import Console
 from services.config import Config
 from services.config_loader import load_config
 from services.heads.artifact import HeadsManifest, TrainedOn, check_target, load_artifact, write_heads
-from services.heads.collect import read_texts, sample_rows, text_rows
+from services.heads.auto import AUTO, cached_heads, trained_already
+from services.heads.collect import read_texts, text_rows
 from services.heads.fingerprint import ModelFingerprint
 from services.heads.lineage import is_registry, show_registry
 from services.heads.report import (
@@ -27,19 +28,20 @@ from services.heads.report import (
     description,
     from_json,
 )
+from services.heads.rollouts import chain, first_rows, hold_out, sample_rollouts, temperatures
 from services.heads.target import TargetModel
 from services.heads.train import TrainedHeads, train
 from services.learner.prompts import load_prompts
-from services.machine import cores, quiet_libraries
+from services.machine import cores, keep_freed_memory, quiet_libraries
 from services.models import fetch_model
 from services.progress import progress_bar
 from specroll_core.head_training import HeadRows, HeadTrainConfig
 from specroll_core.heads import FutureTokenHeads
 
-# Temperatures that acceptance is reported at beside the configuration's own: the two that are in common use.
-_TEMPERATURES = (1.0, 0.6)
 # Held-out tokens per temperature: enough for an interval of about two percent.
-_EVAL_TOKENS = 4000
+_EVAL_TOKENS = 3000
+# Held-out tokens that the loss is reported on, over the whole vocabulary.
+_KL_TOKENS = 2000
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -58,28 +60,39 @@ class TrainOptions:
 
 
 def train_command(config_path: Path, overrides: Sequence[str], out: Path, options: TrainOptions) -> int:
-    """Collects rows, trains heads, measures them on held-out prompts and writes them to `out`.
+    """Collects rows, trains heads, measures them on held-out prompts and writes them to `out`; "auto" names the
+    directory in the cache in which a run looks for its own, where nothing is done twice.
 
     Raises ValueError for what a user can put right; `out` appears last and whole.
     """
     config = load_config(config_path, overrides)
+    if str(out) == AUTO:
+        _check_options(options)
+        out = cached_heads(config)
+        options = replace(options, heads=config.heads.heads, rank=config.heads.rank)
+        if trained_already(out, config):
+            console.print(f"{out} is there already")
+            return 0
+        console.print("training heads for the model's own texts, once")
     check_target(out)
     _check_options(options)
     target = _load(config, options.threads)
     started = time.monotonic()
-    rows, source = _rows(config, target, options)
+    rollouts, source = _rows(config, target, options)
     seconds = time.monotonic() - started
-    console.print(f"collected {len(rows):,} tokens of {len(rows.prompt.unique()):,} prompts in {seconds:.0f} s")
     settings = HeadTrainConfig(epochs=options.epochs, seed=config.run.seed)
-    kept, held_out = rows.split_by_prompt(settings.holdout, settings.seed)
-    if len(held_out) == 0:
+    training, held_out = hold_out(rollouts, settings.holdout, settings.seed)
+    kept, held = chain(training), chain(held_out)
+    prompts = len(kept.prompt.unique()) + len(held.prompt.unique())
+    console.print(f"collected {len(kept) + len(held):,} tokens of {prompts:,} prompts in {seconds:.0f} s")
+    if len(held) == 0:
         raise ValueError(f"--tokens {options.tokens} gives a single prompt; none could be held out, so ask for more.")
 
     started = time.monotonic()
     with progress_bar("training", None) as step:
         made = train(
             kept,
-            held_out,
+            first_rows(held, _KL_TOKENS),
             target.lm_head,
             target.embedding,
             heads=options.heads,
@@ -88,9 +101,9 @@ def train_command(config_path: Path, overrides: Sequence[str], out: Path, option
             progress=lambda done, steps, _loss: step(done, steps),
         )
     _say_losses(made, time.monotonic() - started)
-    tokens = min(options.tokens, _EVAL_TOKENS)
-    rollouts = _held_out_rollouts(config, target, tokens, None if options.texts else held_out)
-    measured = _measure(made.heads, rollouts, config, target)
+    if options.texts is not None:
+        held_out = _fresh_rollouts(config, target, min(options.tokens, _EVAL_TOKENS), options.threads)
+    measured = _measure(made.heads, held_out, config, target)
     trained_on = TrainedOn(
         rows=len(kept),
         prompts=len(kept.prompt.unique()),
@@ -98,9 +111,10 @@ def train_command(config_path: Path, overrides: Sequence[str], out: Path, option
         temperature=None if options.texts else config.sampling.temperature,
     )
     gate = {
-        "held_out_rows": len(held_out),
+        "held_out_rows": len(held),
         "kl_before": list(made.report.heldout_before),
         "kl_after": list(made.report.heldout_after),
+        "temperatures": [] if options.texts else list(rollouts),
         "acceptance": as_json(measured),
     }
     write_heads(out, made.heads, HeadsManifest(target.fingerprint, trained_on, None, gate))
@@ -116,7 +130,7 @@ def eval_command(heads_dir: Path, config_path: Path, overrides: Sequence[str], t
     loaded = load_artifact(heads_dir, ModelFingerprint.of(fetch_model(config.model.source)))
     target = _load(config, threads)
     heads = loaded.heads.to(target.device)
-    _measure(heads, _held_out_rollouts(config, target, tokens), config, target)
+    _measure(heads, _fresh_rollouts(config, target, tokens, threads), config, target)
     return 0
 
 
@@ -148,52 +162,48 @@ def _load(config: Config, threads: int) -> TargetModel:
     quiet_libraries()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(threads or len(cores()))
+    keep_freed_memory()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return TargetModel(fetch_model(config.model.source), getattr(torch, config.model.dtype), device)
 
 
-def _rows(config: Config, target: TargetModel, options: TrainOptions) -> tuple[HeadRows, str]:
-    """What to train on, and what it is called in the manifest."""
+def _rows(config: Config, target: TargetModel, options: TrainOptions) -> tuple[dict[float, HeadRows], str]:
+    """What to train on, by temperature, and what it is called in the manifest. Given texts are as they are: 1."""
     if options.texts is not None:
         longest = config.rollout.engine.context_length
         texts = read_texts(options.texts, target, longest=longest, tokens=options.tokens, seed=config.run.seed)
         with progress_bar("reading", options.tokens) as step:
-            return text_rows(target, texts, progress=step), options.texts.name
+            return {1.0: text_rows(target, texts, progress=step)}, options.texts.name
     prompts = load_prompts(config.data, target.tokenizer, config.run.seed)
     ids = [prompts.train[i].ids for i in prompts.order(0)]
-    with progress_bar("sampling", options.tokens) as step:
-        rows = sample_rows(
-            target, ids, config.sampling.to_params(), tokens=options.tokens, seed=config.run.seed, progress=step
-        )
-    return rows, config.data.source
+    return _sample(config, target, ids, options.tokens, options.threads), config.data.source
 
 
-def _held_out_rollouts(
-    config: Config, target: TargetModel, tokens: int, at_own_temperature: HeadRows | None = None
-) -> dict[float, HeadRows]:
-    """Rollouts of prompts that heads were not trained on, by temperature, highest first; where the configuration holds
-    no prompt out, of those that training takes last."""
+def _fresh_rollouts(config: Config, target: TargetModel, tokens: int, threads: int) -> dict[float, HeadRows]:
+    """Rollouts of about `tokens` tokens per temperature of the prompts that the configuration holds out, or, where it
+    holds out none, of those that training takes last."""
     prompts = load_prompts(config.data, target.tokenizer, config.run.seed)
     ids = [prompt.ids for prompt in prompts.holdout or [prompts.train[i] for i in reversed(prompts.order(0))]]
-    own = config.sampling.temperature
-    found = {}
-    for temperature in sorted({own, *_TEMPERATURES}, reverse=True):
-        if temperature == own and at_own_temperature is not None:
-            found[temperature] = at_own_temperature
-            continue
-        law = replace(config.sampling.to_params(), temperature=temperature)
-        with progress_bar(f"sampling at {temperature:g}", tokens) as step:
-            found[temperature] = sample_rows(target, ids, law, tokens=tokens, seed=config.run.seed, progress=step)
-    return found
+    return _sample(config, target, ids, tokens * len(temperatures(config)), threads)
+
+
+def _sample(
+    config: Config, target: TargetModel, prompts: Sequence[Sequence[int]], tokens: int, threads: int
+) -> dict[float, HeadRows]:
+    with progress_bar("sampling", tokens) as step:
+        return sample_rollouts(
+            config, target, prompts, tokens=tokens, threads=threads, seed=config.run.seed, progress=step
+        )
 
 
 def _measure(
     heads: FutureTokenHeads, rollouts: dict[float, HeadRows], config: Config, target: TargetModel
 ) -> list[Acceptance]:
     filters = {name: getattr(config.sampling, name) for name in ("top_k", "top_p", "min_p")}
-    total, measured = len(rollouts) * len(RULES) * len(NODES), []
+    some = {temperature: first_rows(rows, _EVAL_TOKENS) for temperature, rows in rollouts.items() if len(rows)}
+    total, measured = len(some) * len(RULES) * len(NODES), []
     with progress_bar("measuring", total) as step:
-        for one in acceptances(heads, rollouts, target.lm_head, target.embedding, law=filters):
+        for one in acceptances(heads, some, target.lm_head, target.embedding, law=filters):
             measured.append(one)
             step(len(measured))
     console.print(acceptance_table(measured))

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -132,16 +133,22 @@ def main(directory: Path) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     target = TargetModel(Path(job["model"]), getattr(torch, job["dtype"]), torch.device("cpu"))
-    laws = [
-        SamplingParams(**{name: tuple(value) if isinstance(value, list) else value for name, value in law.items()})
-        for law in job["laws"]
-    ]
+    laws: list[dict[str, Any]] = job["laws"]
+    for law in laws:
+        law["stop"] = tuple(law["stop"])
 
     def tell(done: int) -> None:
         sys.stdout.write(f"{done}\n")
         sys.stdout.flush()
 
-    made = sample_completions(target, job["prompts"], laws, tokens=job["tokens"], seed=job["seed"], progress=tell)
+    made = sample_completions(
+        target,
+        job["prompts"],
+        [SamplingParams(**law) for law in laws],
+        tokens=job["tokens"],
+        seed=job["seed"],
+        progress=tell,
+    )
     save_file(pack(made), directory / _OUT)
 
 

@@ -13,12 +13,15 @@ from torch import Tensor
 from services.heads.artifact import HeadsArtifact
 from specroll_core.growth import TreeOptions
 from specroll_core.head_training import HeadRows
-from specroll_core.heads import FutureTokenHeads
-from specroll_core.replay import AcceptanceReport, predicted_acceptance
+from specroll_core.heads import FutureTokenHeads, ProposalVocabulary
+from specroll_core.replay import AcceptanceReport, replay
+from specroll_core.replay_guesses import head_guesses
 
 # Nodes beside the pending token.
 NODES = (4, 8, 16)
 RULES = ("target_match", "sampled_child")
+# Positions whose laws over the whole vocabulary exist at one time: 19 MB for three heads and 49,152 tokens.
+_GUESS_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +45,26 @@ def acceptances(
     *,
     nodes: Sequence[int] = NODES,
     law: Mapping[str, Any] | None = None,
+    vocabulary: ProposalVocabulary | None = None,
 ) -> Iterator[Acceptance]:
     """rollouts: rows by the temperature that they were sampled at; law: the other sampling parameters that they share,
-    `top_k`, `top_p` and `min_p`. Both rules, each budget of `nodes`. A generator: each takes seconds."""
+    `top_k`, `top_p` and `min_p`. Both rules, each budget of `nodes`. vocabulary: of the proposals, None for all tokens.
+    A generator: each takes seconds."""
     for temperature, rows in rollouts.items():
+        guesses = head_guesses(
+            heads,
+            rows,
+            lm_head,
+            embedding,
+            temperature=temperature,
+            vocabulary=vocabulary,
+            batch_rows=_GUESS_ROWS,
+            **(law or {}),
+        )
         for rule in RULES:
             options = TreeOptions(sampled_children=rule == "sampled_child")
             for count in nodes:
-                report = predicted_acceptance(
-                    heads,
-                    rows,
-                    lm_head,
-                    embedding,
-                    nodes=count + 1,
-                    temperature=temperature,
-                    options=options,
-                    **(law or {}),
-                )
+                report = replay(guesses, rows, nodes=count + 1, options=options)
                 low, high = interval(report)
                 yield Acceptance(temperature, rule, count, report.tokens_per_step, low, high)
 

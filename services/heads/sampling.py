@@ -179,10 +179,10 @@ def _by_row(steps: Sequence[tuple[Tensor, ...]], prompts: int, laws: int) -> lis
     rows, *columns = (torch.cat(column) for column in zip(*steps, strict=True))
     order = rows.sort(stable=True).indices
     lengths = rows.bincount(minlength=prompts * laws).tolist()
-    parts = [column[order].split(lengths) for column in columns]
+    tokens, hidden, ids, logprobs = (column[order].split(lengths) for column in columns)
     return [
-        Completion(*(p.clone() for p in part), row // laws, row % laws)
-        for row, part in enumerate(zip(*parts, strict=True))
+        Completion(tokens[row], hidden[row], ids[row], logprobs[row], row // laws, row % laws)
+        for row in range(prompts * laws)
     ]
 
 
