@@ -65,7 +65,8 @@ def store(tmp_path_factory, tiny_dir, model):
 
 @pytest.fixture(scope="module")
 def forwarder(client):
-    forwarder = FeedbackForwarder(client, KEYS, WatcherConfig(row_fraction=1.0), worker_id="w")
+    config = WatcherConfig(row_fraction=1.0, rows_per_second=1e6)
+    forwarder = FeedbackForwarder(client, KEYS, config, worker_id="w")
     yield forwarder
     forwarder.close()
 
