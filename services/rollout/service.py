@@ -7,6 +7,7 @@ Registers, loads the current policy, and only then serves: prompts of the learne
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import socket
@@ -20,7 +21,7 @@ from services.common.keys import RunKeys
 from services.common.logs import setup_logging
 from services.common.metrics import serve_metrics
 from services.common.run_board import RunBoard
-from services.common.streams import StreamProducer
+from services.common.streams import StreamProducer, StreamUnavailable
 from services.common.wire import serialize_trajectory_group
 from services.config import Config, RolloutConfig
 from services.models import load_tokenizer
@@ -97,6 +98,8 @@ class RolloutWorker:
             engine.close()
             if self._feedback is not None:
                 self._feedback.close()
+            with contextlib.suppress(StreamUnavailable):
+                self._board.withdraw(self.worker_id)
 
     async def _serve(self, engine: RolloutEngine, model_dir: Path, answer: learner_pb2.RegisterResponse) -> None:
         config = self._config
