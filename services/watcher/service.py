@@ -12,7 +12,6 @@ import secrets
 import socket
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -380,8 +379,3 @@ def drift_config(config: Config) -> DriftConfig:
         patience=settings.patience,
         cooldown_seconds=settings.cooldown_seconds,
     )
-
-
-def as_record(config: DriftConfig) -> dict[str, Any]:
-    """The thresholds as JSON values."""
-    return asdict(config)
