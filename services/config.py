@@ -106,9 +106,9 @@ class SpeculationConfig(Section):
     more at temperatures near 1, "target_match" makes a seed decide the tokens whatever was drafted (requests that
     bring a seed of their own always get it). peak_tokens: tokens per step that the machine is taken to compute
     without slowing down until that is measured; 512 on a large GPU. vocabulary: tokens that heads may propose, those
-    that rollouts use most, so that ranking them is cheap; 0 for all. memory: what a trajectory said before proposes too,
-    by "path" with matches that begin inside the draft, by "suffix" with the emitted tokens alone. siblings: completions
-    of one group learn from each other. table: from other prompts' recent rollouts as well.
+    that rollouts use most, so that ranking them is cheap; 0 for all. memory: what a trajectory said before proposes
+    too, by "path" with matches that begin inside the draft, by "suffix" with the emitted tokens alone. siblings:
+    completions of one group learn from each other. table: from other prompts' recent rollouts as well.
     planted_bias: makes verification wrong on purpose, so that tests of losslessness can be seen to fail: the
     probability of accepting a draft that was to be rejected. `specroll train` and its services refuse it.
     """
