@@ -37,7 +37,7 @@ from services.watcher.records import read_log
 from services.watcher.replay import replay
 from services.watcher.service import Watcher
 from specroll.v1 import feedback_pb2, rollout_pb2_grpc, watcher_pb2, watcher_pb2_grpc
-from tests.services.watcher.test_trainer import buffer  # noqa: F401
+from tests.services.watcher.test_heads_trainer import buffer  # noqa: F401
 
 WAIT = 100
 TIMES = itertools.count(1.0)
