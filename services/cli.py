@@ -174,7 +174,7 @@ def heads_train(
     ] = None,
     heads: Annotated[int, typer.Option("--heads", help="How many tokens ahead to guess.")] = 3,
     rank: Annotated[int, typer.Option("--rank", help="Inner width of a head.")] = 256,
-    epochs: Annotated[int, typer.Option("--epochs", help="Passes over what was collected.")] = 5,
+    epochs: Annotated[int, typer.Option("--epochs", help="Passes over what was collected.")] = 8,
     threads: Threads = 0,
     set_: Overrides = [],  # noqa: B006
 ) -> None:

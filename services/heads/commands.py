@@ -55,7 +55,7 @@ class TrainOptions:
     texts: Path | None = None
     heads: int = 3
     rank: int = 256
-    epochs: int = 5
+    epochs: int = 8
     threads: int = 0
 
 

@@ -1,7 +1,7 @@
 """Samples in several processes, one thread and one processor each.
 
 A step of a small model is a few hundred short products, between which threads of one process mostly wait for each
-other: two processes sample almost twice as much as one with two threads.
+other. Processes that share nothing do not.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 A loop of its own in place of `generate`, for speed on CPUs: a prompt is read once for all of its completions; keys and
 values are written into place, where `generate` copies all of them in every step; tokens are drawn by inverting the
 cumulative law, since drawing exponentials for a whole vocabulary costs 1.9 ms a row; finished rows leave the batch.
-SmolLM2-135M, 128 sequences, one core: 0.95 ms a token against 4.4 ms.
 """
 
 from __future__ import annotations
