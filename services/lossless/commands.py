@@ -21,7 +21,7 @@ from services.learner.prompts import load_prompts
 from services.lossless.exact import Text
 from services.lossless.greedy import divergences
 from services.lossless.leaning import Leaning, LogprobGap, measure
-from services.lossless.options import ALL_LAWS, LAWS, PLAIN, SAMPLED_CHILD, WORD_PROBLEMS, LawUnderTest, LosslessOptions
+from services.lossless.options import ALL_LAWS, LAWS, PLAIN, SPECULATION, WORD_PROBLEMS, LawUnderTest, LosslessOptions
 from services.lossless.prefixes import choose_prefixes
 from services.lossless.sampling import Draw, draw_all
 from services.lossless.verdict import Check, Verdict
@@ -122,7 +122,7 @@ class Proof:
         # At temperature 0 both rules are the same walk.
         plain, speculative = (
             self._draw(f"greedy {way}", [Draw(prompt, sampling, self._ways[way]) for prompt in prompts])
-            for way in (PLAIN, SAMPLED_CHILD)
+            for way in (PLAIN, SPECULATION)
         )
         verdict.divergences = divergences(self._target, prompts, plain, speculative)
         verdict.greedy_tokens = sum(len(c.token_ids) for c in speculative)

@@ -16,6 +16,8 @@ FAMILY = 0.001
 # How far a filter's edge may move by rounding: the engine and the reference sum the same numbers in another order.
 EDGE = 1e-4
 PLAIN, TARGET_MATCH, SAMPLED_CHILD = "plain", "target_match", "sampled_child"
+# Heads and the trajectory memory, as a run has them.
+SPECULATION = "speculation"
 
 WORD_PROBLEMS = DataConfig(
     source="reasoning-gym:gsm_symbolic",
@@ -99,6 +101,7 @@ class LosslessOptions:
         """Ways of decoding that one engine offers, by name."""
         return {
             PLAIN: SpeculationOverride(nodes=1),
-            TARGET_MATCH: SpeculationOverride(nodes=self.nodes, rule="target_match"),
-            SAMPLED_CHILD: SpeculationOverride(nodes=self.nodes, rule="sampled_child"),
+            TARGET_MATCH: SpeculationOverride(nodes=self.nodes, rule="target_match", parts=("heads",)),
+            SAMPLED_CHILD: SpeculationOverride(nodes=self.nodes, rule="sampled_child", parts=("heads",)),
+            SPECULATION: SpeculationOverride(nodes=self.nodes, rule="sampled_child"),
         }
