@@ -180,8 +180,8 @@ class RolloutConfig(Section):
 
 class HeadsConfig(Section):
     """Future-token heads of a run. init: "none", so that the watcher trains the first version; "auto", so that
-    `specroll train` does before it starts, once for a model and task; or what `specroll heads train` made. heads, rank:
-    the shape of heads that begin from nothing."""
+    `specroll train` does before it starts, once for a model and task, while services that are started one by one begin
+    as with "none"; or what `specroll heads train` made. heads, rank: the shape of heads that begin from nothing."""
 
     init: str = "none"
     heads: int = Field(3, ge=1, le=4)
@@ -345,6 +345,13 @@ class Config(Section):
     redis: RedisConfig = Field(default_factory=RedisConfig)
     security: SecurityConfig = Field(default_factory=SecurityConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
+
+    @property
+    def initial_heads(self) -> Path | None:
+        """The heads that the configuration brings, None where the watcher is to train the first version."""
+        if self.rollout.engine.speculation.heads is not None:
+            return self.rollout.engine.speculation.heads
+        return None if self.heads.init in ("none", "auto") else Path(self.heads.init)
 
     @model_validator(mode="after")
     def _staleness_allows_the_publication_interval(self) -> Config:

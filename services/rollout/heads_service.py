@@ -40,9 +40,7 @@ def engine_with_heads(config: Config, board: RunBoard, store: PolicyStore, model
     engine = config.rollout.engine
     if not engine.speculation.enabled:
         return engine
-    path: Path | None = engine.speculation.heads
-    if path is None and config.heads.init != "none":
-        path = Path(config.heads.init)
+    path = config.initial_heads
     current = board.heads()
     if current is not None and current.version > 0:
         try:

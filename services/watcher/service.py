@@ -12,7 +12,6 @@ import secrets
 import socket
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import redis
@@ -335,9 +334,7 @@ class Watcher:
     def _first_version(self) -> Artifact | None:
         """The registry's current version; heads that the configuration brings become the first one."""
         found = self.registry.current()
-        given = self.config.rollout.engine.speculation.heads
-        if given is None and self.config.heads.init != "none":
-            given = Path(self.config.heads.init)
+        given = self.config.initial_heads
         if found is not None or given is None or self.registry.store.versions():
             return found
         directory = artifact_directory(given)

@@ -237,3 +237,14 @@ def test_resume_refuses_fewer_steps_and_lists_every_problem():
 def test_an_option_that_was_removed_is_noticed_on_resume():
     with pytest.raises(ConfigError, match=r"data\.options\.x = unset must stay 1"):
         check_resume(dump(load_config(None, ["data.options.x=1"])), load_config(None))
+
+
+@pytest.mark.parametrize(
+    ("init", "heads", "brought"),
+    [("none", None, None), ("auto", None, None), ("some/heads", None, "some/heads"), ("auto", "given", "given")],
+)
+def test_heads_that_a_configuration_brings(init: str, heads: str | None, brought: str | None) -> None:
+    config = Config.model_validate(
+        {"heads": {"init": init}, "rollout": {"engine": {"speculation": {"enabled": True, "heads": heads}}}}
+    )
+    assert config.initial_heads == (None if brought is None else Path(brought))
