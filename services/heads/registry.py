@@ -44,20 +44,23 @@ class HeadsRegistry:
         return dict(self._notes.blocked)
 
     def current(self) -> Artifact | None:
-        """The version to serve, None while there is none. A broken one is blocked and the newest sound one taken."""
+        """The version to serve, None while there is none.
+
+        Where `latest` names a broken or blocked version or nothing at all, as after the death of a writer between two of
+        its steps, it is moved to the newest sound one.
+        """
         while True:
             try:
                 artifact = self.store.latest()
-                if artifact is None or artifact.version in self._notes.blocked:
-                    return None
-                artifact.verify()
-                return artifact
+                if artifact is not None and artifact.version not in self._notes.blocked:
+                    artifact.verify()
+                    return artifact
             except ArtifactError as error:
-                usable = self._usable(below=None)
                 log.error("the heads that `latest` names cannot be used: %s", error)
-                if not usable:
-                    return None
-                self.store.point_latest(usable[-1])
+            usable = self._usable(below=None)
+            if not usable:
+                return None
+            self.store.point_latest(usable[-1])
 
     def publish(self, heads: FutureTokenHeads, manifest: HeadsManifest) -> Artifact:
         """Makes the next version the one to serve. Raises HeadsError where the heads cannot be served."""

@@ -110,3 +110,19 @@ def test_the_lineage_is_shown(tmp_path, capsys):
     assert "current" in shown
     table = lineage_table(registry.lineage(), 1, {1: ["worker-a"]})
     assert list(table.columns[-1].cells) == ["worker-a", ""]
+
+
+def test_a_writer_that_died_between_two_steps_leaves_a_version_to_serve(tmp_path, monkeypatch):
+    registry = HeadsRegistry(tmp_path)
+    registry.publish(heads(), manifest())
+    registry.publish(heads(1), manifest(1))
+
+    def die(version):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(registry.store, "point_latest", die)
+    with pytest.raises(KeyboardInterrupt):
+        registry.roll_back(2, "worse")  # blocked, and `latest` still names it
+    assert HeadsRegistry(tmp_path).current().version == 1
+    (tmp_path / "latest").unlink()  # a first version whose writer died before it named it
+    assert HeadsRegistry(tmp_path).current().version == 1
