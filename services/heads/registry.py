@@ -46,8 +46,8 @@ class HeadsRegistry:
     def current(self) -> Artifact | None:
         """The version to serve, None while there is none.
 
-        Where `latest` names a broken or blocked version or nothing at all, as after the death of a writer between two of
-        its steps, it is moved to the newest sound one.
+        Where `latest` names a broken or blocked version or nothing at all, as after the death of a writer between two
+        of its steps, it is moved to the newest sound one.
         """
         while True:
             try:
