@@ -194,6 +194,7 @@ class RolloutEngine:
         engine_process.kill(alive)
         for process in self._processes:
             process.join(timeout=10)
+        engine_process.drop_messages(self._engine)
 
     async def _run(
         self,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import zmq
 
 from services.config import EngineConfig
 from services.rollout.completion import EngineError
@@ -117,6 +118,17 @@ def on_child_failure(signum: int, frame: object) -> None:  # noqa: ARG001 (a sig
 def processes_of(engine: Any) -> list[Any]:
     """The scheduler and detokenizer processes (`multiprocessing.Process`)."""
     return list(engine.tokenizer_manager._subprocess_watchdog._processes)
+
+
+def drop_messages(engine: Any) -> None:
+    """Closes this process's sockets to the engine's, which are gone, with whatever was not delivered.
+
+    ZeroMQ would wait for ever to deliver it, in the garbage collection of the context, or when the interpreter ends.
+    """
+    for owner in (engine, engine.tokenizer_manager):
+        for value in list(vars(owner).values()):
+            if isinstance(value, zmq.Socket) and not value.closed:
+                value.close(linger=0)
 
 
 def kill(processes: set[psutil.Process]) -> None:
