@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 SCRIPT = """
-import asyncio, os, signal, sys
+import asyncio, os, signal, sys, zmq
 from pathlib import Path
 from services.config import EngineConfig
 from services.rollout.completion import EngineError
@@ -43,6 +43,11 @@ def main():
     asyncio.run(serve())
     if "close" in sys.argv:
         engine.close()
+        # What the dead processes never read would keep a garbage collection, or the interpreter's end, for ever.
+        owners = (engine._engine, engine._engine.tokenizer_manager)
+        sockets = [value for owner in owners for value in vars(owner).values() if isinstance(value, zmq.Socket)]
+        assert len(sockets) >= 3
+        assert all(socket.closed for socket in sockets)
         print("closed", *(psutil_alive(pids)), flush=True)
     sys.stdin.read()
 
