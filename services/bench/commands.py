@@ -22,6 +22,7 @@ from services.config_loader import load_config
 from services.learner.prompts import load_prompts
 from services.machine import cores, half_of_the_cores, quiet_libraries
 from services.models import fetch_model
+from services.output_file import check_output
 from services.progress import progress_bar
 from services.rollout.completion import EngineError
 from services.rollout.engine import RolloutEngine
@@ -38,9 +39,8 @@ _PIPE_WIDTH = 132
 
 def bench_command(config_path: Path, overrides: Sequence[str], options: BenchOptions) -> int:
     """Measures and prints; 0, or 1 where the engine fails. Raises ValueError for what a user can put right."""
-    for name, path in (("--json", options.json), ("--plot", options.plot)):
-        if path is not None and not (path.parent.is_dir() and not path.is_dir()):
-            raise ValueError(f"{name} {path} must name a file in a directory that exists.")
+    check_output("--json", options.json)
+    check_output("--plot", options.plot)
     config = load_config(config_path, [*overrides, "rollout.engine.speculation.enabled=true"])
     try:
         result = measure(config, options)

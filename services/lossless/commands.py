@@ -27,6 +27,7 @@ from services.lossless.sampling import Draw, draw_all
 from services.lossless.verdict import Check, Verdict
 from services.machine import cores, quiet_libraries
 from services.models import fetch_model
+from services.output_file import check_output
 from services.progress import progress_bar
 from services.rollout.completion import Completion, EngineError
 from services.rollout.engine import RolloutEngine
@@ -47,8 +48,7 @@ def lossless_command(
 
     report: file for the verdict as JSON. Raises ValueError for what a user can put right.
     """
-    if report is not None and not (report.parent.is_dir() and not report.is_dir()):
-        raise ValueError(f"--json {report} must name a file in a directory that exists.")
+    check_output("--json", report)
     try:
         verdict = prove(model, heads, options, data)
     except EngineError as error:
