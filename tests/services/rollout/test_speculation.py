@@ -4,7 +4,6 @@ the number of steps."""
 from __future__ import annotations
 
 import asyncio
-import math
 from dataclasses import astuple
 from itertools import pairwise
 
@@ -23,6 +22,7 @@ from specroll_core.law import sample as draw
 from specroll_core.randomness import Stream, uniforms
 from tests.services.rollout.test_engine import (
     PROMPTS,
+    assert_logprobs_follow,
     forced_logits,
     greedy,
     greedy_ignoring_eos,
@@ -173,8 +173,7 @@ def test_logprobs_are_those_of_the_final_law(engine, run, model, law):
     assert len(got.token_ids) == 100
     assert_adds_up(got)
     rows = forced_logits(model, PROMPTS[0], got.token_ids)
-    for row, token, logprob in zip(rows, got.token_ids, got.logprobs, strict=True):
-        assert math.log(naive_law(row, **law)[token]) == pytest.approx(logprob, abs=1e-3)
+    assert_logprobs_follow(rows, got.token_ids, got.logprobs, law, tolerance=1e-3)
 
 
 @pytest.mark.parametrize("retracted", [False, True])
@@ -280,8 +279,7 @@ def test_greedy_and_sampled_requests_share_a_batch(engine, run, model):
             assert got.token_ids == greedy(model, prompt, 30 + 7 * i)
         elif "repetition_penalty" not in law:
             rows = forced_logits(model, prompt, got.token_ids)
-            for row, token, logprob in zip(rows, got.token_ids, got.logprobs, strict=True):
-                assert math.log(naive_law(row, **law)[token]) == pytest.approx(logprob, abs=1e-3)
+            assert_logprobs_follow(rows, got.token_ids, got.logprobs, law, tolerance=1e-3)
 
 
 def test_requests_that_outgrow_the_cache_are_retracted_and_finish(engine, run, model):
