@@ -155,16 +155,24 @@ def final_logprobs(logits: Tensor, params: LawParams) -> Tensor:
     logits: [B, V] of any floating type. Returns [B, V] float32, -inf outside the support; each row's
     exponentials sum to 1. Differentiable, with the support held constant.
     """
-    assert logits.dim() == 2
-    assert logits.shape[0] == params.rows, (logits.shape, params.rows)
     if params.all_greedy:
+        assert logits.shape[0] == params.rows
         return _point_mass(logits)
-    scaled = _scaled(logits, params)
-    if params.needs_filter:
-        scaled = scaled.masked_fill(~_support(scaled.detach().softmax(-1), params), -math.inf)
-    out = torch.log_softmax(scaled, dim=-1)
+    out = torch.log_softmax(_filtered(logits, params), dim=-1)
     if params.any_greedy:
         out = torch.where((params.temperature == 0)[:, None], _point_mass(logits), out)
+    return out
+
+
+def final_probs(logits: Tensor, params: LawParams) -> Tensor:
+    """Probabilities of the final law, [B, V] float32, 0 outside the support: one pass over the vocabulary less than
+    the exponentials of `final_logprobs`."""
+    if params.all_greedy:
+        assert logits.shape[0] == params.rows
+        return _point_mass(logits).exp_()
+    out = torch.softmax(_filtered(logits, params), dim=-1)
+    if params.any_greedy:
+        out = torch.where((params.temperature == 0)[:, None], _point_mass(logits).exp_(), out)
     return out
 
 
@@ -175,13 +183,10 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, params: LawParams) -> Tens
     The support is a constant of the gradient. Without filters nothing is sorted and no [N, V]
     log-probabilities are built.
     """
-    assert logits.dim() == 2
     assert logits.shape[0] == params.rows == token_ids.shape[0]
     if params.all_greedy:
         return _point_mass_at(logits, token_ids)
-    scaled = _scaled(logits, params)
-    if params.needs_filter:
-        scaled = scaled.masked_fill(~_support(scaled.detach().softmax(-1), params), -math.inf)
+    scaled = _filtered(logits, params)
     out = scaled.gather(-1, token_ids[:, None]).squeeze(-1) - torch.logsumexp(scaled, dim=-1)
     if params.any_greedy:
         out = torch.where(params.temperature == 0, _point_mass_at(logits, token_ids), out)
@@ -259,6 +264,16 @@ def _scaled(logits: Tensor, params: LawParams) -> Tensor:
     if not params.any_scaled:
         return logits
     return logits / torch.where(params.temperature == 0, 1.0, params.temperature)[:, None]
+
+
+def _filtered(logits: Tensor, params: LawParams) -> Tensor:
+    """[B, V] float32: logits over temperature, -inf where a filter removes the token."""
+    assert logits.dim() == 2
+    assert logits.shape[0] == params.rows, (logits.shape, params.rows)
+    scaled = _scaled(logits, params)
+    if not params.needs_filter:
+        return scaled
+    return scaled.masked_fill(~_support(scaled.detach().softmax(-1), params), -math.inf)
 
 
 def _point_mass(logits: Tensor) -> Tensor:

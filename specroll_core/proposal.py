@@ -71,6 +71,10 @@ class DepthLaws:
         """[n, M] probabilities of the given requests' laws at depths `depth` (1 is below the root)."""
         return self._flat[self.row_index(request, depth)]
 
+    def at_depth(self, depth: int) -> Tensor:
+        """[B, M] probabilities of every request's law at one depth."""
+        return self.probs[:, depth - 1]
+
     def draw(self, request: Tensor, depth: Tensor, excluded: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Draws one token each from q_d renormalised outside a set.
 

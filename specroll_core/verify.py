@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specroll_core.law import LawParams, final_logprobs, sample
+from specroll_core.law import LawParams, final_probs, sample
 from specroll_core.proposal import DepthLaws
 from specroll_core.scorer import CountTableScorer
 from specroll_core.tree import DraftTree
@@ -105,48 +105,94 @@ def verify(
     lengths = torch.zeros(B, dtype=torch.int64, device=device)
     child_probs, slot_accept, slot_remainder = torch.full((3, B, N), torch.nan, device=device)
 
-    request = torch.arange(B, device=device)
-    node = torch.zeros(B, dtype=torch.int64, device=device)
-    alive = torch.ones(B, dtype=torch.bool, device=device)
+    walk = _Walk.start(tree, params, uniforms)
     for level in range(levels):
-        log_p = final_logprobs(node_logits(request, node), params.select(request))
-        p = log_p.exp()
-        children = (tree.parents[request] == node[:, None]) & tree.valid[request]
-        slots = children & tree.sampled[request]
-        child_tokens = tree.tokens[request]
-        p_child = p.gather(1, child_tokens)
-        known = children & ~slots & alive[:, None]
-        child_probs[request] = torch.where(known, p_child, child_probs[request])
+        p = final_probs(node_logits(walk.request, walk.node), walk.params)
+        children = walk.parents == walk.node[:, None]
+        slots = children & walk.sampled
+        p_child = p.gather(1, walk.tokens)
+        walk.put(child_probs, p_child, children & ~slots)
 
-        coin, draw = uniforms[request, level].unbind(-1)
+        coin, draw = walk.uniforms[:, level].unbind(-1)
         # Deeper than the laws there are nodes of path proposers only, none of which is drawn.
         if laws is not None and tree.any_sampled and level < min(levels - 1, laws.depth):
-            y, accept, remainder = _draw_with_slots(
-                p, p_child, tree, laws, request, level + 1, children, slots, coin, draw
+            y, p_y, accept, remainder = _draw_with_slots(
+                p, p_child, tree, walk, laws, level + 1, children, slots, coin, draw
             )
-            here = slots & alive[:, None]
-            slot_accept[request] = torch.where(here, accept[:, None], slot_accept[request])
-            slot_remainder[request] = torch.where(here, remainder[:, None], slot_remainder[request])
+            walk.put(slot_accept, accept[:, None], slots)
+            walk.put(slot_remainder, remainder[:, None], slots)
         else:
-            y = _draw(p, params, draw)
+            y = p.argmax(-1) if params.all_greedy else sample(p, draw)
+            p_y = p.gather(1, y[:, None]).squeeze(1)
 
-        hit = children & (child_tokens == y[:, None])
+        hit = children & (walk.tokens == y[:, None])
         if planted_bias:
-            y, hit = _accept_wrongly(
-                y, hit, children, child_tokens, (params.temperature[request] > 0), draw, planted_bias
-            )
-        tokens[request, level] = torch.where(alive, y, tokens[request, level])
-        nodes[request, level] = torch.where(alive, node, nodes[request, level])
-        chosen = log_p.gather(1, y[:, None]).squeeze(1)
-        logprobs[request, level] = torch.where(alive, chosen, logprobs[request, level])
-        lengths[request] += alive
-        alive = alive & hit.any(-1)
-        node = torch.where(alive, hit.to(torch.int64).argmax(-1), node)
-        if device.type == "cpu":
-            request, node, alive = request[alive], node[alive], alive[alive]
-            if request.numel() == 0:
-                break
+            may = walk.params.temperature > 0
+            y, hit = _accept_wrongly(y, hit, children, walk.tokens, may, draw, planted_bias)
+            # What the fault takes for the law's: it does not know of itself.
+            p_y = torch.where(hit.any(-1), torch.where(hit, p_child, 0.0).sum(-1), p_y)
+        walk.put(tokens[:, level], y)
+        walk.put(nodes[:, level], walk.node)
+        walk.put(logprobs[:, level], p_y.log())
+        walk.put(lengths, torch.full_like(walk.node, level + 1))
+        if not walk.descend(hit):
+            break
     return Verified(tokens, logprobs, lengths, nodes, child_probs, slot_accept, slot_remainder)
+
+
+@dataclass
+class _Walk:
+    """Who walks, and what of the tree they look at, row by row. On a CPU who has ended leaves; on a GPU all stay, and
+    `alive` says who counts.
+
+    request, node: [n] int64; alive: [n] bool, None where it is known that all are. parents: [n, N], of valid nodes.
+    """
+
+    request: Tensor
+    node: Tensor
+    alive: Tensor | None
+    params: LawParams
+    uniforms: Tensor
+    parents: Tensor
+    tokens: Tensor
+    sampled: Tensor
+    everyone: bool = True
+
+    @staticmethod
+    def start(tree: DraftTree, params: LawParams, uniforms: Tensor) -> _Walk:
+        B, device = tree.tokens.shape[0], tree.tokens.device
+        parents = torch.where(tree.valid, tree.parents, -1)
+        node = torch.zeros(B, dtype=torch.int64, device=device)
+        return _Walk(torch.arange(B, device=device), node, None, params, uniforms, parents, tree.tokens, tree.sampled)
+
+    def put(self, out: Tensor, values: Tensor, where: Tensor | None = None) -> None:
+        """Writes values of the walkers into their rows of `out`, a column or a matrix, where `where` [n, N] says so."""
+        if self.alive is not None:
+            where = self.alive if where is None else where & self.alive[:, None]
+        if not self.everyone:
+            out[self.request] = values if where is None else torch.where(where, values, out[self.request])
+        elif where is None:
+            out.copy_(values)
+        else:
+            out.copy_(torch.where(where, values, out))
+
+    def descend(self, hit: Tensor) -> bool:
+        """hit: [n, N], the child that carries the drawn token, if any. Returns whether anybody walks on."""
+        going = hit.any(-1)
+        node = hit.to(torch.int64).argmax(-1)
+        if node.device.type != "cpu":
+            self.alive = going if self.alive is None else self.alive & going
+            self.node = torch.where(self.alive, node, self.node)
+            return True
+        left = int(going.sum())
+        if left == len(going):
+            self.node = node
+        elif left:
+            self.everyone = False
+            self.request, self.node, self.uniforms = self.request[going], node[going], self.uniforms[going]
+            self.parents, self.tokens, self.sampled = self.parents[going], self.tokens[going], self.sampled[going]
+            self.params = self.params.select(going.nonzero().squeeze(1))
+        return left > 0
 
 
 def credit(scorer: CountTableScorer, tree: DraftTree, verified: Verified) -> None:
@@ -162,42 +208,45 @@ def _draw_with_slots(
     p: Tensor,
     p_child: Tensor,
     tree: DraftTree,
+    walk: _Walk,
     laws: DepthLaws,
-    request: Tensor,
     depth: int,
     children: Tensor,
     slots: Tensor,
     coin: Tensor,
     draw: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One emitted token per row, with the sampled-child rule where a row has a slot and target-match elsewhere.
 
-    Returns the tokens [n], P(slot accepted) [n] and the target's mass outside S [n]; rows without slot: 0 and unused.
+    p becomes the residual. Returns the tokens [n], their probabilities under p [n], P(slot accepted) [n] and the
+    target's mass outside S [n]; the last two of rows without slot are 0 and unused.
     """
     slot = slots.to(torch.int64).argmax(-1)
-    mass = torch.where(slots.any(-1), tree.slot_mass[request].gather(1, slot[:, None]).squeeze(1), 0.0)
+    mass = torch.where(slots.any(-1), tree.slot_mass[walk.request, slot], 0.0)
     live = mass > _MIN_MASS
-    q = laws.row(request, torch.full_like(request, depth))
+    q = laws.at_depth(depth) if walk.everyone else laws.at_depth(depth)[walk.request]
     # q_S as if S were empty; S is put right below. Rows without a live slot get the zero law.
     scale = torch.where(live, 1.0 / mass.clamp_min(_MIN_MASS), 0.0).to(q.dtype)
-    residual = _subtract(p, q * scale[:, None], laws)
-
+    kept = _subtract(p, q * scale[:, None], laws)
+    residual = p
     # On S the residual is p itself. S holds each token once, so adding the difference sets the value.
-    tokens = tree.tokens[request]
     in_s = children & ~slots
-    residual.scatter_add_(1, tokens, torch.where(in_s, p_child - residual.gather(1, tokens), 0.0))
+    residual.scatter_add_(1, walk.tokens, torch.where(in_s, p_child - residual.gather(1, walk.tokens), 0.0))
     total = residual.sum(-1)
+    # Where nothing is left to draw from, rejection has probability 0 up to rounding, and what is drawn is not used.
+    empty = total <= 0
+    residual[:, 0] += empty
 
-    x = tokens.gather(1, slot[:, None])
+    x = walk.tokens.gather(1, slot[:, None])
     column = laws.vocabulary.to_column(x)
     q_x = torch.where(column >= 0, q.gather(1, column.clamp_min(0)), 0.0).squeeze(1) * scale
-    p_x = p.gather(1, x).squeeze(1)
-    # Where nothing is left to draw from, rejection has probability 0 up to rounding.
-    accepted = live & ((coin * q_x < p_x) | (total <= 0))
-    safe = torch.where((total > 0)[:, None], residual, p)
-    y = torch.where(accepted, x.squeeze(1), sample(safe, draw))
+    p_x = p_child.gather(1, slot[:, None]).squeeze(1)
+    accepted = live & ((coin * q_x < p_x) | empty)
+    y = torch.where(accepted, x.squeeze(1), sample(residual, draw))
+    column = laws.vocabulary.to_column(y)[:, None]
+    p_y = torch.where(column >= 0, kept.gather(1, column.clamp_min(0)), residual.gather(1, y[:, None])).squeeze(1)
     s_mass = torch.where(in_s, p_child, 0.0).sum(-1)
-    return y, (1 - total).clamp(0, 1), (1 - s_mass).clamp(0, 1)
+    return y, p_y, (1 - total).clamp(0, 1), (1 - s_mass).clamp(0, 1)
 
 
 def slot_law(tree: DraftTree, children: Tensor, slots: Tensor, q: Tensor, token: Tensor) -> Tensor:
@@ -224,17 +273,15 @@ def _accept_wrongly(
 
 
 def _subtract(p: Tensor, q: Tensor, laws: DepthLaws) -> Tensor:
-    """[n, V]: p - min(p, q), with q [n, M] over the proposal vocabulary's columns."""
+    """p [n, V] becomes p - min(p, q), q [n, M] over the proposal vocabulary's columns. Returns what p was there."""
     ids = laws.vocabulary.ids
     if ids is None:
-        return (p - q).clamp_min_(0)
-    out = p.clone()
-    out[:, ids] = (p[:, ids] - q).clamp_min_(0)
-    return out
-
-
-def _draw(p: Tensor, params: LawParams, uniforms: Tensor) -> Tensor:
-    return p.argmax(-1) if params.all_greedy else sample(p, uniforms)
+        kept = p.clone()
+        p.sub_(q).clamp_min_(0)
+        return kept
+    kept = p[:, ids]
+    p[:, ids] = (kept - q).clamp_min_(0)
+    return kept
 
 
 def _gather_from(logits: Tensor) -> NodeLogits:

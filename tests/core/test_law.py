@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specroll_core.contracts import SamplingParams
-from specroll_core.law import LawParams, draw_outside, final_logprobs, sample, token_logprobs
+from specroll_core.law import LawParams, draw_outside, final_logprobs, final_probs, sample, token_logprobs
 
 
 def naive_law(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
@@ -53,6 +53,9 @@ def test_rows_of_different_laws_match_the_naive_loop(vocab: int) -> None:
     got = final_logprobs(logits, mixed(CASES))
     assert torch.equal(got == -math.inf, expected == 0)
     torch.testing.assert_close(got.exp(), expected, atol=1e-6, rtol=1e-4)
+    probs = final_probs(logits, mixed(CASES))
+    assert torch.equal(probs == 0, expected == 0)
+    torch.testing.assert_close(probs, expected, atol=1e-6, rtol=1e-4)
     for i, case in enumerate(CASES):  # and no row depends on the others
         torch.testing.assert_close(final_logprobs(logits[i : i + 1], mixed([case])), got[i : i + 1])
 

@@ -5,7 +5,9 @@ recomputes the queries of the cached prefix on every extend, and knows no tree m
 
 - the query heads that share a key head become rows of one attention problem, so nothing is copied per head;
 - which slots each request reads, and its mask, are found once per forward, not once per layer;
-- requests are attended to together, padded to the longest of a chunk, as long as a chunk fits the cache.
+- requests are attended to together, padded to the longest of a chunk, as long as a chunk fits the cache;
+- few queries over many keys are two batched products: PyTorch's fused kernel is made for blocks of queries and takes
+  about twice as long. Scores and weights stay in float32, as inside that kernel.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 # Keys and values of one chunk, both together: past the cache a gather costs more than a loop.
 _CHUNK_BYTES = 1 << 22
+# Rows of one product (queries times query heads of a key head) up to which products beat the fused kernel, and the
+# number of requests and rows from which they do.
+_PRODUCT_ROWS = 96
+_PRODUCT_WORK = 24
 # Queries of one masked call: a long extend is cut into blocks, so that a block skips the keys after it.
 _BLOCK_QUERIES = 256
 
@@ -42,15 +48,33 @@ class Chunk:
     keys: int
     mask: Tensor | None = None
     causal: bool = False
-    _folded: dict[int, Tensor] = field(default_factory=dict)
+    _made: dict[str, Tensor] = field(default_factory=dict)
 
     def folded_mask(self, group: int) -> Tensor | None:
         """The mask for queries ordered [group, queries], built once and used in every layer."""
         if self.mask is None or self.queries == 1 or group == 1:
             return self.mask
-        if group not in self._folded:
-            self._folded[group] = self.mask.repeat(1, 1, group, 1)
-        return self._folded[group]
+        if "folded" not in self._made:
+            self._made["folded"] = self.mask.repeat(1, 1, group, 1)
+        return self._made["folded"]
+
+    def product_mask(self, group: int, key_heads: int) -> Tensor | None:
+        """[requests * key heads, group * queries, keys] float32, likewise built once."""
+        if self.mask is None:
+            return None
+        if "product" not in self._made:
+            mask = self.mask.float().repeat(1, key_heads, 1 if self.queries == 1 else group, 1)
+            self._made["product"] = mask.view(self.requests * key_heads, -1, self.keys).expand(
+                -1, group * self.queries, -1
+            )
+        return self._made["product"]
+
+    def slots_by_head(self, key_heads: int) -> Tensor:
+        """[requests * key heads * keys] int64, the same slots in a pool whose heads are rows of their own."""
+        if "slots" not in self._made:
+            slots = self.slots.view(self.requests, 1, self.keys) * key_heads
+            self._made["slots"] = (slots + torch.arange(key_heads)[:, None]).view(-1)
+        return self._made["slots"]
 
 
 class TorchTreeAttention(TorchNativeAttnBackend):
@@ -141,17 +165,29 @@ def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, chunk: Chunk, scale: 
     b, n, length = chunk.requests, chunk.queries, chunk.keys
     key_heads = keys.shape[1]
     group = q.shape[1] // key_heads
-    k = keys.index_select(0, chunk.slots).view(b, length, key_heads, -1).transpose(1, 2)
-    v = values.index_select(0, chunk.slots).view(b, length, key_heads, -1).transpose(1, 2)
-    k, v = k.to(q.dtype), v.to(q.dtype)
+    slots = chunk.slots_by_head(key_heads)
+    k = keys.view(-1, keys.shape[2]).index_select(0, slots).view(b, key_heads, length, -1)
+    v = values.view(-1, values.shape[2]).index_select(0, slots).view(b, key_heads, length, -1).to(q.dtype)
     if chunk.causal:
         rows = q[chunk.rows].view(b, n, -1, q.shape[2]).transpose(1, 2)
-        return scaled_dot_product_attention(rows, k, v, is_causal=True, scale=scale, enable_gqa=group > 1).transpose(
-            1, 2
-        )
+        return scaled_dot_product_attention(
+            rows, k.to(q.dtype), v, is_causal=True, scale=scale, enable_gqa=group > 1
+        ).transpose(1, 2)
     folded = q[chunk.rows].view(b, n, key_heads, group, -1).permute(0, 2, 3, 1, 4).reshape(b, key_heads, group * n, -1)
-    out = scaled_dot_product_attention(folded, k, v, attn_mask=chunk.folded_mask(group), scale=scale)
+    if group * n <= _PRODUCT_ROWS and b * group * n >= _PRODUCT_WORK:
+        out = _products(folded.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), chunk, scale)
+    else:
+        out = scaled_dot_product_attention(folded, k.to(q.dtype), v, attn_mask=chunk.folded_mask(group), scale=scale)
     return out.view(b, key_heads, group, n, -1).permute(0, 3, 1, 2, 4)
+
+
+def _products(q: Tensor, k: Tensor, v: Tensor, chunk: Chunk, scale: float) -> Tensor:
+    """q: [requests * key heads, group * queries, D]; k, v: [requests * key heads, keys, D or value D]."""
+    key_heads = q.shape[0] // chunk.requests
+    rows, k = q.float(), k.float().transpose(1, 2)
+    mask = chunk.product_mask(q.shape[1] // chunk.queries, key_heads)
+    scores = torch.bmm(rows * scale, k) if mask is None else torch.baddbmm(mask, rows, k, alpha=scale)
+    return torch.bmm(scores.softmax(-1).to(v.dtype), v)
 
 
 def plan_decode(

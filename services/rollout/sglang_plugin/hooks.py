@@ -46,6 +46,7 @@ def register() -> None:
 
         target = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
         HookRegistry.register(target, assign_req_to_token_pool, replace)
+        _register_layers()
     if os.environ.get(SPECULATION_VARIABLE):
         _register_speculation()
 
@@ -62,6 +63,20 @@ def _register_speculation() -> None:
     HookRegistry.register(f"{_SCHEDULER}.Scheduler.__init__", _attach_heads_swap, HookType.AFTER)
     target = "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len"
     HookRegistry.register(target, _hold_whole_reserve, HookType.AFTER)
+
+
+def _register_layers() -> None:
+    """Layers that SGLang computes in plain PyTorch, in fewer or faster operations."""
+    from services.rollout.sglang_plugin.packed_linear import PackedLinear, supported
+    from services.rollout.sglang_plugin.rotary import rotate
+
+    target = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native"
+    HookRegistry.register(target, rotate, HookType.AROUND)
+    if supported():
+        packed = PackedLinear()
+        target = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
+        HookRegistry.register(f"{target}.process_weights_after_loading", packed.pack, HookType.AFTER)
+        HookRegistry.register(f"{target}.apply", packed.apply, HookType.AROUND)
 
 
 def _register_attention() -> None:

@@ -1,4 +1,4 @@
-"""The key-value pool on a CPU: SGLang's own, with its Triton copies replaced by indexing."""
+"""The key-value pool on a CPU: SGLang's own without its Triton kernels."""
 
 from __future__ import annotations
 
@@ -9,14 +9,6 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 class TorchKVPool(MHATokenToKVPool):
     def _init_kv_copy_and_warmup(self) -> None:
         """The parent compiles a Triton kernel here."""
-
-    def _move_kv_cache_impl(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copies slots `src_loc` to `tgt_loc` ([n] int64 each) in all layers. The sets may overlap: all of one
-        layer is read before any of it is written."""
-        target, source = tgt_loc.view(-1).long(), src_loc.view(-1).long()
-        for keys, values in zip(self.k_buffer, self.v_buffer, strict=True):
-            keys[target] = keys[source]
-            values[target] = values[source]
 
 
 def assign_req_to_token_pool(

@@ -14,7 +14,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from specroll_core.law import LawParams, final_logprobs, sample
+from specroll_core.law import LawParams, final_probs, sample
 from specroll_core.randomness import Stream, uniforms
 
 # Of each of SGLang's penalizers: what it applies to the logits, [B, V], and the requests' strengths, [B, 1].
@@ -46,32 +46,32 @@ class LawSampler(Sampler):
         assert logprob_logits is None, "watermarks change the law and are refused when the engine starts"
         assert sampling_info.sampling_mask_batch_indices is None, "sampling masks are not offered"
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
-        logprobs = final_logprobs(logits, law_params(sampling_info))
+        probs = final_probs(logits, law_params(sampling_info))
         if sampling_info.is_all_greedy:
             tokens = logits.argmax(-1)
         else:
             drawn = uniforms(sampling_info.sampling_seed, positions, Stream.VERIFY, 1)[:, 0]
-            tokens = sample(logprobs.exp(), drawn)
+            tokens = sample(probs, drawn)
         if return_logprob:
-            self._report(logits_output, logprobs, tokens, top_logprobs_nums, token_ids_logprobs)
+            self._report(logits_output, probs, tokens, top_logprobs_nums, token_ids_logprobs)
         self._sync_token_ids_across_tp(tokens, sampling_info)
         return tokens
 
     def _report(
         self,
         logits_output: LogitsProcessorOutput,
-        logprobs: torch.Tensor,
+        probs: torch.Tensor,
         tokens: torch.Tensor,
         top_logprobs_nums: list[int],
         token_ids_logprobs: list[list[int]],
     ) -> None:
         if any(top_logprobs_nums) or any(ids is not None for ids in token_ids_logprobs):
             result = self.output_logprob_processor.compute_logprobs(
-                logprobs, top_logprobs_nums, token_ids_logprobs, tokens
+                probs.log(), top_logprobs_nums, token_ids_logprobs, tokens
             )
             result.write_output_to(logits_output)
         else:
-            logits_output.next_token_logprobs = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+            logits_output.next_token_logprobs = probs.gather(-1, tokens[:, None]).squeeze(-1).log()
 
 
 def law_params(info: SamplingBatchInfo) -> LawParams:

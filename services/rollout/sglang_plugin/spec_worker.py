@@ -7,7 +7,7 @@ states are kept. A decode step is one round:
 2. heads propose, `build_tree` grows the trees (N = 1: the root alone, which is plain decoding);
 3. the target runs over all nodes, each seeing the prefix and its ancestors;
 4. `verify` walks the trees; every emitted token has the request's final law;
-5. a stop token or the length cap cuts the block; keys and values of the path move to where the next round expects them.
+5. a stop token or the length cap cuts the block; the request's slot table names the path's keys and values first.
 
 Synchronous: the scheduler has taken in a round's tokens before the next one begins.
 """
@@ -185,7 +185,7 @@ class SpeculativeWorker(BaseSpecWorker):
         uniforms = walk_uniforms(info, lengths, tree.depth + 1)
         verified = verify(tree, law, law_params(info), uniforms, laws, planted_bias=self.config.planted_bias)
         kept = self._keep(requests, batch.req_pool_indices.tolist(), tree, verified)
-        self._compact(locations, verified, kept)
+        self._keep_path(batch.req_pool_indices, lengths, locations, verified)
         states = logits_output.hidden_states.view(len(requests), nodes, -1)
         feedback.note_round(
             batch, verified.tokens, kept, lambda row: states[row, verified.nodes[row].clamp_min(0)], self.slots
@@ -320,18 +320,19 @@ class SpeculativeWorker(BaseSpecWorker):
         self.reflex.observe(requests, rows, emitted)
         return kept
 
-    def _compact(self, locations: Tensor, verified: Verified, kept: list[int]) -> None:
-        """Moves keys and values of the path's nodes to the places right after the prefix."""
-        moves = [
-            (row, place, node)
-            for row, (path, length) in enumerate(zip(verified.nodes.tolist(), kept, strict=True))
-            for place, node in enumerate(path[:length])
-            if place != node
-        ]
-        if moves:
-            row, place, node = torch.tensor(moves, device=self.device).unbind(1)
-            cache = self.token_to_kv_pool_allocator.get_kvcache()
-            cache.move_kv_cache(locations[row, place], locations[row, node])
+    def _keep_path(self, rows: Tensor, lengths: Tensor, locations: Tensor, verified: Verified) -> None:
+        """Lets the table of each request name the slots of the walk's nodes first, where the next round expects them.
+
+        Keys and values stay where they are: a slot may stand anywhere in a table of pages of one token, and what is
+        behind the kept ones is written anew. Nodes have larger numbers than their parents, so the order among the
+        walk's nodes is that of their numbers.
+        """
+        walked = torch.zeros_like(locations, dtype=torch.bool)
+        walked.scatter_(1, verified.nodes.clamp_min(0), True)  # every walk holds node 0
+        order = walked.logical_not().sort(dim=1, stable=True).indices
+        table = self.req_to_token_pool.req_to_token
+        columns = lengths[:, None] + torch.arange(locations.shape[1], device=self.device)
+        table[rows[:, None], columns] = locations.gather(1, order).to(table.dtype)
 
     def _store(self, batch, verified: Verified, hidden: Tensor) -> None:
         """hidden: [B, N, H]. Requests that were cut have ended; what is stored for them is never read."""

@@ -303,6 +303,16 @@ def test_requests_that_outgrow_the_cache_are_retracted_and_finish(engine, run, m
     )
 
 
+def test_what_rounds_have_kept_serves_as_a_prefix(engine, run, model):
+    prompt = list(range(130, 150))
+    first = run(sample(engine, prompt, temperature=0, ignore_eos=True, max_new_tokens=80))
+    assert any(0 < accepted < drafted for _, drafted, accepted in first.rounds), "no path was picked out of a tree"
+    longer = [*prompt, *first.token_ids[:70]]
+    again = run(sample(engine, longer, temperature=0, ignore_eos=True, max_new_tokens=40))
+    assert again.cached_tokens >= 64
+    assert again.token_ids == greedy_ignoring_eos(model, longer, 40)
+
+
 def test_a_request_may_fill_the_context(engine, run):
     got = run(sample(engine, [1, 5] * 495, temperature=0, ignore_eos=True, max_new_tokens=32))
     assert len(got.token_ids) == 32
