@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from specroll_core.heads import ProposalVocabulary
-from specroll_core.law import LawParams, draw_outside, final_logprobs
+from specroll_core.law import LawParams, draw_outside, final_probs
 
 # The tree rarely takes more than six children of one node; a few more cost nothing.
 DEFAULT_WIDTH = 12
+
+# A probability that has become 0 in float32 keeps a finite logarithm.
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class PathCandidate(NamedTuple):
@@ -136,8 +139,9 @@ def propose_from_logits(
     B, K, M = logits.shape
     flat = params.select(torch.arange(B, device=logits.device).repeat_interleave(K))
     flat = flat.without_greedy() if filtered else flat.without_greedy().without_filters()
-    log_q = final_logprobs(logits.reshape(B * K, M), flat)
-    top = log_q.topk(min(width, M), dim=-1)
+    q = final_probs(logits.reshape(B * K, M), flat)
+    top = q.topk(min(width, M), dim=-1)
     shape = (B, K, top.values.shape[-1])
-    laws = DepthLaws(log_q.exp().view(B, K, M), vocabulary) if with_laws else None
-    return Proposal(vocabulary.to_token(top.indices).view(shape), top.values.view(shape), laws, paths)
+    log_q = top.values.clamp_min(_SMALLEST).log()
+    laws = DepthLaws(q.view(B, K, M), vocabulary) if with_laws else None
+    return Proposal(vocabulary.to_token(top.indices).view(shape), log_q.view(shape), laws, paths)

@@ -7,6 +7,8 @@ would have.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from enum import IntEnum
 
 import torch
@@ -29,10 +31,29 @@ def uniforms(seeds: Tensor, rounds: Tensor, stream: Stream, count: int) -> Tenso
 
     seeds: [B] int64, any values; rounds: [B] int64, the request's own count of rounds.
     """
-    key = _mix(_mix(_mix(seeds) + rounds) + int(stream))
-    index = torch.arange(1, count + 1, device=seeds.device, dtype=torch.int64)
-    bits = _mix(key[:, None] + index * _GOLDEN)
-    return _shift(bits, 11).to(torch.float64) * 2.0**-53
+    return uniforms_at(seeds, rounds[:, None], (stream,), (count,))[0]
+
+
+def uniforms_at(seeds: Tensor, rounds: Tensor, streams: Sequence[Stream], counts: Sequence[int]) -> tuple[Tensor, ...]:
+    """`uniforms` of R rounds and streams of each seed in one pass: R tensors [B, counts[r]].
+
+    rounds: [B, R] int64; streams, counts: R each.
+    """
+    offsets, columns, steps = _layout(tuple(map(int, streams)), tuple(counts), seeds.device)
+    key = _mix(_mix(_mix(seeds)[:, None] + rounds) + offsets)
+    bits = _mix(key[:, columns] + steps)
+    numbers = _shift(bits, 11).to(torch.float64) * 2.0**-53
+    return torch.split(numbers, list(counts), dim=1)
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(streams: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """[R] the streams; [sum of counts] which of them each number belongs to, and its step on that counter."""
+    columns = [r for r, count in enumerate(counts) for _ in range(count)]
+    index = [i + 1 for count in counts for i in range(count)]
+    integers = (torch.tensor(x, dtype=torch.int64, device=device) for x in (streams, columns, index))
+    offsets, which, steps = integers
+    return offsets, which, steps * _GOLDEN
 
 
 def _mix(z: Tensor) -> Tensor:

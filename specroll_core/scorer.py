@@ -102,8 +102,10 @@ class CountTableScorer:
         self._tail_share = tail_share
         self.counts = torch.zeros(2, CELLS, dtype=torch.float64)
         self.tail_counts = torch.zeros(2, TAIL_CELLS, dtype=torch.float64)
+        # The counts once more as lists, for single candidates: reading a tensor's element takes as long as all else.
         self._lists: tuple[list[float], list[float]] | None = None
         self._tail_lists: tuple[list[float], list[float]] | None = None
+        self._constants: dict[tuple[int, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
 
     @classmethod
     def with_prior(cls) -> CountTableScorer:
@@ -117,15 +119,9 @@ class CountTableScorer:
         return scorer
 
     def score_depths(self, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        depths = log_q.shape[1]
-        edges = torch.tensor(LOG_Q_EDGES, device=log_q.device)
-        powers = torch.tensor([self._tau_power(d + 1) for d in range(depths)], device=log_q.device)
-        bases = torch.tensor(
-            [_cell(0, 0, 0, _depth_bin(d + 1)) for d in range(depths)], dtype=torch.int64, device=log_q.device
-        )
-        stride = CELLS // 9
-        cells = torch.bucketize(log_q, edges, right=True) * stride + bases[:, None]
-        prior = (log_q * powers[:, None]).exp().clamp_max(0.9)
+        edges, powers, bases = self._by_depth(log_q.shape[1], log_q.device)
+        cells = torch.bucketize(log_q, edges, right=True) * _LOG_Q_STRIDE + bases
+        prior = (log_q * powers).exp().clamp_max(0.9)
         hits, trials = self.counts.to(log_q.device, torch.float32)
         c = (hits[cells] + _PRIOR_TRIALS * prior) / (trials[cells] + _PRIOR_TRIALS)
         return c, cells
@@ -144,6 +140,19 @@ class CountTableScorer:
         prior = 1 - (1 - (from_head if from_head < 0.9 else 0.9)) * (1 - 0.6 * memory)
         c = (hits[cell] + _PRIOR_TRIALS * prior) / (trials[cell] + _PRIOR_TRIALS)
         return tuple.__new__(Score, (c, cell))
+
+    def _by_depth(self, depths: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """The edges of log q; 1 / tau_d [D, 1]; the first cell of each depth [D, 1] int64. Made once."""
+        made = self._constants.get((depths, device))
+        if made is None:
+            powers = [[self._power[min(d, len(self._power) - 1)]] for d in range(depths)]
+            bases = [[_cell(0, 0, 0, _depth_bin(d + 1))] for d in range(depths)]
+            made = self._constants[depths, device] = (
+                torch.tensor(LOG_Q_EDGES, device=device),
+                torch.tensor(powers, device=device),
+                torch.tensor(bases, dtype=torch.int64, device=device),
+            )
+        return made
 
     def _refresh(self) -> tuple[list[float], list[float]]:
         hits, trials = self.counts.tolist()
@@ -166,8 +175,9 @@ class CountTableScorer:
         the noise of one draw. Entries with a negative cell are left out.
         """
         known = cells >= 0
-        _add(self.counts, cells[known], probabilities[known], torch.ones_like(probabilities[known]))
-        self._lists = None
+        cells, probabilities = cells[known], probabilities[known]
+        _add(self.counts, cells, probabilities, torch.ones_like(probabilities))
+        _follow(self._lists, self.counts, cells)
 
     def update_tails(self, cells: Tensor, accepted: Tensor, remainder: Tensor) -> None:
         """Credits sampled children whose parent was emitted.
@@ -176,8 +186,9 @@ class CountTableScorer:
         the target's mass outside the deterministic siblings.
         """
         known = cells >= 0
-        _add(self.tail_counts, cells[known], accepted[known], remainder[known])
-        self._tail_lists = None
+        cells = cells[known]
+        _add(self.tail_counts, cells, accepted[known], remainder[known])
+        _follow(self._tail_lists, self.tail_counts, cells)
 
     def halve(self) -> None:
         """Halves the evidence: the heads have changed and old counts are only a guess."""
@@ -185,15 +196,20 @@ class CountTableScorer:
         self.tail_counts *= 0.5
         self._lists = self._tail_lists = None
 
-    def _tau_power(self, depth: int) -> float:
-        return self._power[min(depth, len(self._power)) - 1]
-
 
 def _add(counts: Tensor, cells: Tensor, hits: Tensor, trials: Tensor) -> None:
     cells = cells.to(counts.device)
     counts[0].index_add_(0, cells, hits.to(counts.device, counts.dtype))
     counts[1].index_add_(0, cells, trials.to(counts.device, counts.dtype))
     counts *= (_WINDOW / counts[1].clamp_min(_WINDOW))[None]
+
+
+def _follow(lists: tuple[list[float], list[float]] | None, counts: Tensor, cells: Tensor) -> None:
+    """Writes what has become of some cells into the lists. Forgetting touches none but those that were credited."""
+    if lists is not None:
+        hits, trials = counts[:, cells.to(counts.device)].tolist()
+        for cell, hit, trial in zip(cells.tolist(), hits, trials, strict=True):
+            lists[0][cell], lists[1][cell] = hit, trial
 
 
 def _depth_bin(depth: int) -> int:

@@ -53,6 +53,21 @@ def test_counts_converge_to_the_hit_rate_and_forget() -> None:
         assert scorer.score(-2.0, 0.3, 2, 1).c == pytest.approx(rate, abs=0.01)
 
 
+def test_single_candidates_follow_every_credit() -> None:
+    scorer = CountTableScorer()
+    g = torch.Generator().manual_seed(5)
+    for _ in range(300):  # some cells past the trials at which they forget
+        log_q = torch.rand(1, 3, 4, generator=g) * -8
+        c, cells = scorer.score_depths(log_q)
+        singles = [[scorer.score(float(log_q[0, d, m]), 0.0, 0, d + 1) for m in range(4)] for d in range(3)]
+        assert [[s.cell for s in row] for row in singles] == cells[0].tolist()
+        torch.testing.assert_close(torch.tensor([[s.c for s in row] for row in singles]), c[0], rtol=1e-5, atol=1e-6)
+        credited = cells.repeat(1, 1, 40).flatten()
+        credited[::7] = -1
+        scorer.update(credited, torch.rand(credited.shape, generator=g))
+    assert float(scorer.counts[1].max()) == pytest.approx(4096)
+
+
 def test_halving_doubles_the_weight_of_the_prior() -> None:
     scorer = CountTableScorer()
     before = scorer.score(NO_LOG_Q, 0.5, 5, 1)

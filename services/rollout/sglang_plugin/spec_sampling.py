@@ -14,8 +14,11 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
 from specroll_core.finish import Cut, cut_block
-from specroll_core.randomness import Stream, uniforms
+from specroll_core.randomness import Stream, uniforms_at
 from specroll_core.tree import DraftTree
+
+# On a request: its stop tokens.
+_STOPS = "specroll_stops"
 
 
 class NodeLogitRows:
@@ -78,21 +81,22 @@ def has_penalties(params) -> bool:
     return params.frequency_penalty != 0 or params.presence_penalty != 0 or params.repetition_penalty != 1
 
 
-def walk_uniforms(info: SamplingBatchInfo, lengths: Tensor, levels: int) -> Tensor:
-    """[B, levels, 2] float64, coin and draw of each level, for roots at positions `lengths` [B].
+def round_uniforms(info: SamplingBatchInfo, lengths: Tensor, nodes: int, levels: int) -> tuple[Tensor, Tensor]:
+    """What a round draws with, for roots at positions `lengths` [B]: [B, nodes] float64 for the tokens of sampled
+    children, and [B, levels, 2], coin and draw of each level of the walk.
 
     Keyed by the position that is sampled, the draw is the one that plain decoding would use there. A request that is
     verified by target-match alone therefore samples the same tokens with any tree as without one.
     """
-    positions = lengths.to(torch.int64)[:, None] + torch.arange(levels, device=lengths.device)
-    seeds = info.sampling_seed[:, None].expand(-1, levels)
-    drawn = uniforms(seeds.reshape(-1), positions.reshape(-1), Stream.VERIFY, 2)
-    return drawn.view(-1, levels, 2).flip(-1)
-
-
-def tree_uniforms(info: SamplingBatchInfo, lengths: Tensor, nodes: int) -> Tensor:
-    """[B, nodes] float64, for the tokens of sampled children."""
-    return uniforms(info.sampling_seed, lengths.to(torch.int64), Stream.TREE, nodes)
+    lengths = lengths.to(torch.int64)
+    positions = lengths[:, None] + torch.arange(levels, device=lengths.device)
+    tree, *walk = uniforms_at(
+        info.sampling_seed,
+        torch.cat((lengths[:, None], positions), dim=1),
+        (Stream.TREE, *[Stream.VERIFY] * levels),
+        (nodes, *[2] * levels),
+    )
+    return tree, torch.stack(walk, dim=1).flip(-1)
 
 
 def cut(request, block: Sequence[int]) -> Cut:
@@ -103,13 +107,16 @@ def cut(request, block: Sequence[int]) -> Cut:
     return cut_block(block, stop_ids(request), len(request.output_ids), request.sampling_params.max_new_tokens)
 
 
-def stop_ids(request) -> set[int]:
-    """The tokens that end a request; with ignore_eos none does, as in SGLang."""
-    params = request.sampling_params
-    if params.ignore_eos:
-        return set()
-    ids = set(params.stop_token_ids or ()) | set(request.eos_token_ids or ())
-    if request.tokenizer is not None:
-        ids.add(request.tokenizer.eos_token_id)
-        ids.update(request.tokenizer.additional_stop_token_ids or ())
-    return ids
+def stop_ids(request) -> frozenset[int]:
+    """The tokens that end a request; with ignore_eos none does, as in SGLang. Found once a request."""
+    known = getattr(request, _STOPS, None)
+    if known is None:
+        params, found = request.sampling_params, set()
+        if not params.ignore_eos:
+            found = set(params.stop_token_ids or ()) | set(request.eos_token_ids or ())
+            if request.tokenizer is not None:
+                found.add(request.tokenizer.eos_token_id)
+                found.update(request.tokenizer.additional_stop_token_ids or ())
+        known = frozenset(found)
+        setattr(request, _STOPS, known)
+    return known

@@ -44,13 +44,13 @@ from services.rollout.sglang_plugin.spec_sampling import (
     NodeLogitRows,
     cut,
     has_penalties,
-    tree_uniforms,
-    walk_uniforms,
+    round_uniforms,
 )
 from services.rollout.sglang_plugin.variables import SPECULATION_VARIABLE
 from services.rollout.sglang_plugin.verify_input import BetweenRounds, TreeVerifyInput
 from specroll_core.budget import BUDGETS, BudgetPolicy
 from specroll_core.growth import TreeOptions
+from specroll_core.law import LawParams
 from specroll_core.proposal import DepthLaws, Proposal
 from specroll_core.scorer import CountTableScorer
 from specroll_core.tree import DraftTree, build_tree, plain_tree
@@ -59,6 +59,7 @@ from specroll_core.verify import Verified, credit, verify
 # Nodes that are not visited, above which the LM head is computed at visited nodes only: below, reading its weights
 # again for every level of the walk costs more (3.4 ms a level and 0.12 ms a row for 49,152 x 576 on one core).
 _LAZY_ABOVE = 96
+_TREE = TreeOptions()
 # Nodes of each request that the walk visits, about.
 _VISITED = 2
 
@@ -171,7 +172,9 @@ class SpeculativeWorker(BaseSpecWorker):
         began = time.perf_counter()
         requests, info, lengths = batch.reqs, batch.sampling_info, batch.seq_lens
         nodes = max(budgets)
-        tree, laws = self._propose(batch, budgets)
+        params = law_params(info)
+        drawn, walked = round_uniforms(info, lengths, nodes, min(nodes, 1 + _TREE.max_depth))
+        tree, laws = self._propose(batch, budgets, params, drawn)
         proposed = time.perf_counter()
 
         lazily = self._decodes_plainly and len(requests) * (nodes - _VISITED) > _LAZY_ABOVE
@@ -182,9 +185,9 @@ class SpeculativeWorker(BaseSpecWorker):
         forwarded = time.perf_counter()
 
         law = NodeLaw(logits, tree, requests, info.logit_bias)
-        uniforms = walk_uniforms(info, lengths, tree.depth + 1)
-        verified = verify(tree, law, law_params(info), uniforms, laws, planted_bias=self.config.planted_bias)
-        kept = self._keep(requests, batch.req_pool_indices.tolist(), tree, verified)
+        verified = verify(tree, law, params, walked, laws, planted_bias=self.config.planted_bias)
+        drafted, emitted = tree.drafted.tolist(), verified.lengths.tolist()
+        kept = self._keep(requests, batch.req_pool_indices.tolist(), verified.tokens.tolist(), drafted, emitted)
         self._keep_path(batch.req_pool_indices, lengths, locations, verified)
         states = logits_output.hidden_states.view(len(requests), nodes, -1)
         feedback.note_round(
@@ -195,7 +198,7 @@ class SpeculativeWorker(BaseSpecWorker):
         logits_output.next_token_logprobs = verified.logprobs
         credit(self.scorer, tree, verified)
         ended = time.perf_counter()
-        self._record(tree, verified, (proposed - began, forwarded - proposed, ended - forwarded))
+        self._record(tree, verified, drafted, emitted, (proposed - began, forwarded - proposed, ended - forwarded))
 
         accepted = torch.tensor(kept, dtype=torch.int32, device=self.device)
         return GenerationBatchResult(
@@ -236,13 +239,14 @@ class SpeculativeWorker(BaseSpecWorker):
         parts = override_of(request).get("parts")
         return self.proposer is not None and (parts is None or "heads" in parts)
 
-    def _propose(self, batch, budgets: list[int]) -> tuple[DraftTree, DepthLaws | None]:
+    def _propose(
+        self, batch, budgets: list[int], params: LawParams, uniforms: Tensor
+    ) -> tuple[DraftTree, DepthLaws | None]:
         nodes = max(budgets)
         rows = batch.req_pool_indices.to(torch.int64)
         pending = self.slots.pending[rows]
         if nodes == 1:
             return plain_tree(pending.tolist(), self.device), None
-        params = law_params(batch.sampling_info)
         matched = [self._by_target_match(request) for request in batch.reqs]
         paths = self.reflex.proposers(batch.reqs, rows.tolist())
         sampled_children = not all(matched)
@@ -257,9 +261,9 @@ class SpeculativeWorker(BaseSpecWorker):
             proposal,
             self.scorer,
             budgets,
-            tree_uniforms(batch.sampling_info, batch.seq_lens, nodes),
+            uniforms,
             matched,
-            TreeOptions(sampled_children=sampled_children),
+            replace(_TREE, sampled_children=sampled_children),
             nodes,
         )
         return tree, proposal.laws
@@ -309,15 +313,23 @@ class SpeculativeWorker(BaseSpecWorker):
         batch.orig_seq_lens = batch.orig_seq_lens + 1
         batch.seq_lens_sum = None
 
-    def _keep(self, requests: Sequence, rows: Sequence[int], tree: DraftTree, verified: Verified) -> list[int]:
-        """How many of each request's tokens are emitted."""
+    def _keep(
+        self,
+        requests: Sequence,
+        rows: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        drafted: Sequence[int],
+        emitted: Sequence[int],
+    ) -> list[int]:
+        """How many of the `emitted` tokens each request keeps, and tells who wants to know of them.
+
+        rows: in SGLang's pool. tokens: [B, L], those that were emitted first. drafted: nodes beside the root.
+        """
         kept = []
-        tokens, lengths = verified.tokens.tolist(), verified.lengths.tolist()
-        for request, row, length, drafted in zip(requests, tokens, lengths, tree.drafted.tolist(), strict=True):
-            note_round(request, drafted, length - 1)
+        for request, row, length, nodes in zip(requests, tokens, emitted, drafted, strict=True):
+            note_round(request, nodes, length - 1)
             kept.append(cut(request, row[:length]).kept)
-        emitted = [row[:n] for row, n in zip(tokens, kept, strict=True)]
-        self.reflex.observe(requests, rows, emitted)
+        self.reflex.observe(requests, rows, [row[:n] for row, n in zip(tokens, kept, strict=True)])
         return kept
 
     def _keep_path(self, rows: Tensor, lengths: Tensor, locations: Tensor, verified: Verified) -> None:
@@ -340,15 +352,21 @@ class SpeculativeWorker(BaseSpecWorker):
         states = hidden[torch.arange(B, device=self.device), verified.last_nodes]
         self.slots.store(batch.req_pool_indices.to(torch.int64), verified.pending, states)
 
-    def _record(self, tree: DraftTree, verified: Verified, seconds: tuple[float, float, float]) -> None:
-        lengths = verified.lengths.tolist()
-        self.stats.add(len(lengths), tree.tokens.shape[1], int(tree.drafted.sum()), sum(lengths), *seconds)
-        self.vocabulary.see(verified.tokens)
+    def _record(
+        self,
+        tree: DraftTree,
+        verified: Verified,
+        drafted: Sequence[int],
+        emitted: Sequence[int],
+        seconds: tuple[float, float, float],
+    ) -> None:
         B, nodes = tree.tokens.shape
+        self.stats.add(B, nodes, sum(drafted), sum(emitted), *seconds)
+        self.vocabulary.see(verified.tokens)
         if self._chooser is None:
             # Nobody measures plain rounds where the width is fixed: nothing is claimed to be gained.
             self.stats.plain_seconds += sum(seconds)
             return
-        self.stats.plain_seconds += sum(lengths) / B * self._chooser.times.predict(B, 1)
+        self.stats.plain_seconds += sum(emitted) / B * self._chooser.times.predict(B, 1)
         self._chooser.record(B, nodes, sum(seconds))
-        self._chooser.acceptance.observe(tree.path_scores[:, 1:].tolist(), lengths)
+        self._chooser.acceptance.observe(tree.path_scores[:, 1:].tolist(), emitted)
