@@ -147,6 +147,8 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _speculation_keeps_its_ground(self) -> EngineConfig:
         if self.speculation.enabled:
+            if self.args.get("page_size", 1) != 1:
+                raise ValueError("speculation.enabled needs args.page_size = 1: accepted tokens lie in slots of a tree")
             if self.args.get("tp_size", 1) != 1 or self.args.get("pp_size", 1) != 1:
                 raise ValueError(
                     "speculation.enabled needs args.tp_size and args.pp_size = 1: heads read the whole LM head"

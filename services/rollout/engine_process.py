@@ -104,7 +104,10 @@ def speculation_arguments(config: EngineConfig) -> dict[str, Any]:
         "speculative_num_draft_tokens": nodes,
         "speculative_num_steps": 1,
         "speculative_eagle_topk": 1,
+        # Trees are built on the host from what the last round has emitted: there is nothing to overlap with.
         "disable_overlap_schedule": True,
+        # A round keeps a path by naming its slots first, which pages of several tokens do not allow.
+        "page_size": 1,
         # A decode step reserves twice a tree: a single request of full length must still fit.
         "max_total_tokens": config.max_total_tokens + 2 * nodes,
     }

@@ -61,6 +61,13 @@ def _register_speculation() -> None:
     target = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
     HookRegistry.register(f"{target}._add_speculative", _add_stats, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.Scheduler.__init__", _attach_heads_swap, HookType.AFTER)
+    if _has_accelerator():
+        from services.rollout.sglang_plugin.verify_input import dummy_for_capture, spec_info_for_capture
+
+        target = "sglang.srt.speculative.spec_info.create_dummy_verify_input"
+        HookRegistry.register(target, dummy_for_capture, HookType.AROUND)
+        target = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info"
+        HookRegistry.register(target, spec_info_for_capture, HookType.AROUND)
     target = "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len"
     HookRegistry.register(target, _hold_whole_reserve, HookType.AFTER)
 

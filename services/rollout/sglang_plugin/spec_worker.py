@@ -48,6 +48,7 @@ from services.rollout.sglang_plugin.spec_sampling import (
 )
 from services.rollout.sglang_plugin.variables import SPECULATION_VARIABLE
 from services.rollout.sglang_plugin.verify_input import BetweenRounds, TreeVerifyInput
+from services.rollout.sglang_plugin.verify_widths import VerifyWidths, of_runner, padded
 from specroll_core.budget import BUDGETS, BudgetPolicy
 from specroll_core.growth import TreeOptions
 from specroll_core.law import LawParams
@@ -74,8 +75,9 @@ class SpeculativeWorker(BaseSpecWorker):
         self.device = get_device().device
         self.config = SpeculationConfig.model_validate_json(os.environ[SPECULATION_VARIABLE])
         self.speculative_num_draft_tokens = self.config.max_nodes
-        # On a GPU, graphs of a speculative engine exist for verification only.
+        # On a GPU, graphs of a speculative engine exist for verification only, and for some widths only.
         self._decodes_plainly = get_device().device == "cpu"
+        self._widths: VerifyWidths | None = None
         self.stats = SpeculationStats()
         self.scorer = CountTableScorer.with_prior()
         self.reflex = ReflexSlots(self.config)
@@ -107,6 +109,11 @@ class SpeculativeWorker(BaseSpecWorker):
             self.proposer = HeadProposer(self.model_runner.model, heads, self.model_runner.dtype, self.device)
         self.vocabulary = ServedVocabulary(self._lm_head, self.config.vocabulary, seeds)
         self.lazy_logits = LazyLogits(self.model_runner.model.logits_processor)
+
+    def init_cuda_graphs(self) -> None:
+        """Called once the target's own graphs have been captured."""
+        if not self._decodes_plainly:
+            self._widths = of_runner(self.model_runner, self.config.max_nodes)
 
     def forward_batch_generation(self, batch, on_publish=None, pp_proxy_tensors=None) -> GenerationBatchResult:
         assert on_publish is None
@@ -171,10 +178,10 @@ class SpeculativeWorker(BaseSpecWorker):
     def _round(self, batch, budgets: list[int]) -> GenerationBatchResult:
         began = time.perf_counter()
         requests, info, lengths = batch.reqs, batch.sampling_info, batch.seq_lens
-        nodes = max(budgets)
+        nodes = max(budgets) if self._widths is None else padded(max(budgets), self._widths.widths)
         params = law_params(info)
         drawn, walked = round_uniforms(info, lengths, nodes, min(nodes, 1 + _TREE.max_depth))
-        tree, laws = self._propose(batch, budgets, params, drawn)
+        tree, laws = self._propose(batch, budgets, nodes, params, drawn)
         proposed = time.perf_counter()
 
         lazily = self._decodes_plainly and len(requests) * (nodes - _VISITED) > _LAZY_ABOVE
@@ -228,9 +235,15 @@ class SpeculativeWorker(BaseSpecWorker):
         key = (override.get("rule"), tuple(override.get("parts") or ()))
         policy = self._chooser = self.budgets.setdefault(
             key,
-            BudgetPolicy([n for n in BUDGETS if n <= self.config.max_nodes], peak_tokens=self.config.peak_tokens),
+            BudgetPolicy(self._choices(), peak_tokens=self.config.peak_tokens),
         )
         return policy.choose(len(requests))
+
+    def _choices(self) -> Sequence[int]:
+        """Nodes per request that a round may have."""
+        if self._widths is not None:
+            return self._widths.widths
+        return [n for n in BUDGETS if n <= self.config.max_nodes]
 
     def _can_draft(self, request) -> bool:
         return self._asks_heads(request) or self.reflex.wanted(request) is not None
@@ -240,9 +253,8 @@ class SpeculativeWorker(BaseSpecWorker):
         return self.proposer is not None and (parts is None or "heads" in parts)
 
     def _propose(
-        self, batch, budgets: list[int], params: LawParams, uniforms: Tensor
+        self, batch, budgets: list[int], nodes: int, params: LawParams, uniforms: Tensor
     ) -> tuple[DraftTree, DepthLaws | None]:
-        nodes = max(budgets)
         rows = batch.req_pool_indices.to(torch.int64)
         pending = self.slots.pending[rows]
         if nodes == 1:
@@ -297,7 +309,10 @@ class SpeculativeWorker(BaseSpecWorker):
             # A root sees all before it: a decode step, whose attention needs no mask of a tree.
             self._one_token_longer(batch)
         else:
-            batch.spec_info = TreeVerifyInput(tree, batch.seq_lens)
+            if self._widths is not None:
+                self._widths.use(nodes)
+            total = int(batch.seq_lens_cpu.sum()) if batch.seq_lens_cpu is not None else int(batch.seq_lens.sum())
+            batch.spec_info = TreeVerifyInput.of(tree, batch.seq_lens, total)
             batch.forward_mode = ForwardMode.TARGET_VERIFY
         result = self._target_worker.forward_batch_generation(
             batch, is_verify=True, capture_hidden_mode=CaptureHiddenMode.FULL
