@@ -117,12 +117,17 @@ class BudgetPolicy:
         self._current[key] = best
         return self._explore(batch, best)
 
-    def record(self, batch: int, nodes: int, seconds: float) -> None:
-        """The measured time of the step that was chosen last."""
+    def record(self, batch: int, nodes: int, seconds: float, once: float = 0.0) -> None:
+        """The measured time of the step that was chosen last.
+
+        once: seconds beside it that another step like it would not take, such as a memory's taking in of what was
+        emitted while nothing was drafted. They count as time spent, not as what such a step costs: where drafting is
+        tried now and then only, it would never look as cheap as it is.
+        """
         self.times.record(batch, nodes, seconds)
-        self._elapsed += seconds
+        self._elapsed += seconds + once
         if self._exploring is not None:
-            self._spent += max(0.0, seconds - self._exploring)
+            self._spent += max(0.0, seconds + once - self._exploring)
             self._exploring = None
 
     def gain(self, batch: int, nodes: int) -> float:

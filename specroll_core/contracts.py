@@ -79,17 +79,20 @@ class SpecCounters:
 
     verify_steps: target forwards that verified proposals. drafted: nodes proposed beside the root.
     accepted: drafted nodes that were accepted, the bonus token not counted.
-    accepted_by_depth[d]: accepted nodes at depth d + 1.
+    accepted_by_depth[d]: accepted nodes at depth d + 1. accepted_by_source[s]: those of `sources.Source` s; empty where
+    it is not known.
     """
 
     verify_steps: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_by_depth: tuple[int, ...] = ()
+    accepted_by_source: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require(0 <= self.accepted <= self.drafted, "spec: accepted must be between 0 and drafted")
         _require(sum(self.accepted_by_depth) == self.accepted, "spec: accepted_by_depth must add up to accepted")
+        _require(sum(self.accepted_by_source) in (self.accepted, 0), "spec: accepted_by_source must add up to accepted")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from specroll_core.contracts import FinishReason, SpecCounters
+from specroll_core.sources import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,11 @@ class SpecTally:
     drafted: int = 0
     accepted: int = 0
     accepted_by_depth: list[int] = field(default_factory=list)
+    accepted_by_source: list[int] = field(default_factory=lambda: [0] * len(Source))
 
-    def add(self, drafted: int, accepted: int, kept: int) -> None:
+    def add(self, drafted: int, accepted: int, kept: int, sources: Sequence[int]) -> None:
         """One round. drafted: nodes beside the root; accepted: nodes walked to; kept: tokens after the cut.
+        sources: who the accepted nodes came from (`Source`), in the order of the walk.
 
         A round of `accepted` nodes emits accepted + 1 tokens; token i is that of the accepted node at depth i + 1.
         """
@@ -67,6 +70,13 @@ class SpecTally:
         self.accepted_by_depth.extend([0] * (counted - len(self.accepted_by_depth)))
         for depth in range(counted):
             self.accepted_by_depth[depth] += 1
+            self.accepted_by_source[sources[depth]] += 1
 
     def counters(self) -> SpecCounters:
-        return SpecCounters(self.verify_steps, self.drafted, self.accepted, tuple(self.accepted_by_depth))
+        return SpecCounters(
+            self.verify_steps,
+            self.drafted,
+            self.accepted,
+            tuple(self.accepted_by_depth),
+            tuple(self.accepted_by_source) if self.accepted else (),
+        )

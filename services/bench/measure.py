@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from services.bench.load import Load, Window
 from services.bench.options import ARMS, PLAIN, BenchOptions
-from services.bench.result import ArmResult, Bound, accepted_at, ratio_of, ratio_of_sums
+from services.bench.result import ArmResult, Bound, accepted_at, accepted_from, ratio_of, ratio_of_sums
 from services.rollout.completion import SpeculationOverride
 from services.rollout.engine import RolloutEngine
 from specroll_core.contracts import SamplingParams
@@ -106,6 +106,7 @@ def _result(
         for c in completions
         if c.spec.verify_steps
     ]
+    rounds = [r for completion in completions for r in completion.rounds]
     if not by_completion:
         by_completion = [(float(s.emitted), float(s.requests)) for s in stats if s.requests]
     return ArmResult(
@@ -115,7 +116,8 @@ def _result(
         rates=tuple(window.tokens_per_second for window in windows),
         ratio=ratio_of([window.tokens_per_second for window in windows], plain),
         tokens_per_step=ratio_of_sums(by_completion),
-        accepted_at=accepted_at([r for completion in completions for r in completion.rounds]),
+        accepted_at=accepted_at(rounds),
+        accepted_from=accepted_from(rounds),
         nodes=sum(s.drafted for s in stats) / requests,
         propose_seconds=propose,
         forward_seconds=forward,

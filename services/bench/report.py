@@ -49,7 +49,10 @@ def notes(result: BenchResult) -> list[str]:
     for arm in result.arms:
         if arm.accepted_at:
             shares = " ".join(f"{share:.2f}" for share in arm.accepted_at)
-            lines.append(f"accepted at depth 1, 2, ...: T={arm.temperature:g} x{arm.concurrency} {arm.arm}: {shares}")
+            where = f"T={arm.temperature:g} x{arm.concurrency} {arm.arm}"
+            lines.append(f"accepted at depth 1, 2, ...: {where}: {shares}")
+            totals = ", ".join(f"{name} {sum(by_depth):.2f}" for name, by_depth in arm.accepted_from.items())
+            lines.append(f"accepted tokens a step from: {where}: {totals}")
     for concurrency, rate in result.hf.items():
         lines.append(f"transformers.generate x{concurrency}: {rate:.0f} tokens/s")
     return lines

@@ -8,6 +8,9 @@ from statistics import median
 
 import torch
 
+from services.rollout.completion import Round
+from specroll_core.sources import Source
+
 _DRAWS = 2000
 
 
@@ -28,9 +31,10 @@ class ArmResult:
     """One way of decoding at one concurrency and temperature.
 
     rates: tokens per second of each window. ratio: to plain decoding's windows of the same turns. tokens_per_step: per
-    request, over completions. accepted_at: share of steps that accepted at least 1, 2, ... drafted tokens. nodes: mean
-    beside the root. Seconds of a mean step: propose, the target's forward, accept, and all that is outside of the
-    algorithm. For plain decoding the forward includes sampling.
+    request, over completions. accepted_at: share of steps that accepted at least 1, 2, ... drafted tokens;
+    accepted_from: the same by who proposed the token at that depth. nodes: mean beside the root. Seconds of a mean
+    step: propose, the target's forward, accept, and all that is outside of the algorithm. For plain decoding the
+    forward includes sampling.
     """
 
     arm: str
@@ -40,6 +44,7 @@ class ArmResult:
     ratio: Interval
     tokens_per_step: Interval
     accepted_at: tuple[float, ...]
+    accepted_from: dict[str, tuple[float, ...]]
     nodes: float
     propose_seconds: float
     forward_seconds: float
@@ -110,8 +115,18 @@ def _interval(table: torch.Tensor, statistic, seed: int) -> Interval:
     return Interval(float(statistic(table)), low, high)
 
 
-def accepted_at(rounds: Sequence[tuple[int, int, int]]) -> tuple[float, ...]:
-    """rounds: (tokens before, drafted, accepted). Share of the steps that accepted at least 1, 2, ... tokens."""
-    accepted = [r[2] for r in rounds]
+def accepted_at(rounds: Sequence[Round]) -> tuple[float, ...]:
+    """Share of the steps that accepted at least 1, 2, ... tokens."""
+    accepted = [r.accepted for r in rounds]
     deepest = max(accepted, default=0)
     return tuple(sum(a >= depth for a in accepted) / len(accepted) for depth in range(1, deepest + 1))
+
+
+def accepted_from(rounds: Sequence[Round]) -> dict[str, tuple[float, ...]]:
+    """Share of the steps that accepted a token of each source at depth 1, 2, ...; sources of nothing are left out."""
+    deepest = max((r.accepted for r in rounds), default=0)
+    counts = {source: [0] * deepest for source in Source}
+    for r in rounds:
+        for depth, source in enumerate(r.sources):
+            counts[Source(source)][depth] += 1
+    return {s.name.lower(): tuple(n / len(rounds) for n in row) for s, row in counts.items() if any(row)}

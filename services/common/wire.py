@@ -115,11 +115,13 @@ def spec_to_proto(spec: SpecCounters) -> pb.SpecCounters:
             drafted=spec.drafted,
             accepted=spec.accepted,
             accepted_by_depth=spec.accepted_by_depth,
+            accepted_by_source=spec.accepted_by_source,
         )
 
 
 def spec_from_proto(message: pb.SpecCounters) -> SpecCounters:
-    return SpecCounters(message.verify_steps, message.drafted, message.accepted, tuple(message.accepted_by_depth))
+    by_depth, by_source = tuple(message.accepted_by_depth), tuple(message.accepted_by_source)
+    return SpecCounters(message.verify_steps, message.drafted, message.accepted, by_depth, by_source)
 
 
 def prompt_group_to_proto(group: PromptGroup) -> pb.PromptGroup:

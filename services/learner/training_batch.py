@@ -13,6 +13,7 @@ from services.config import Config
 from specroll_core.advantage import GroupAdvantages, group_advantages, overlong_penalty
 from specroll_core.contracts import FinishReason, RewardStatus, Trajectory, TrajectoryGroup
 from specroll_core.packing import PromptCompletions
+from specroll_core.sources import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,9 @@ def _metrics(trajectories: list[Trajectory], results: list[GroupAdvantages], ver
     steps = sum(t.spec.verify_steps for t in trajectories)
     if steps:
         metrics["speculation/tokens_per_step"] = 1 + sum(t.spec.accepted for t in trajectories) / steps
+        for source in Source:
+            accepted = sum(t.spec.accepted_by_source[source] for t in trajectories if t.spec.accepted_by_source)
+            metrics[f"speculation/accepted/{source.name.lower()}"] = accepted / steps
     if counted:
         rewards = [t.reward for t in counted]
         metrics |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}

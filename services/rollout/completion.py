@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from specroll_core.contracts import FinishReason, SpecCounters, VersionSpan
 
@@ -32,6 +32,16 @@ class SpeculationOverride:
     group: str | None = None
 
 
+class Round(NamedTuple):
+    """One verification. start: tokens that had been emitted before. drafted: nodes beside the root. accepted: nodes
+    walked to. sources: who each of those came from (`specroll_core.sources.Source`)."""
+
+    start: int
+    drafted: int
+    accepted: int
+    sources: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A sampled completion.
@@ -39,8 +49,7 @@ class Completion:
     token_ids: every token that was sampled, a stop token and the tokens of a stop string included.
     logprobs: of the final law (temperature, penalties, bias, top-k, top-p, min-p), one per token; 0 at temperature 0.
     policy_version_spans: cover [0, len(token_ids)), as do head_version_spans where speculation is on, with version 0
-    for none. rounds: (tokens emitted before, nodes drafted, nodes accepted) of each verification. cached_tokens: prompt
-    tokens whose keys and values were reused.
+    for none. cached_tokens: prompt tokens whose keys and values were reused.
     """
 
     token_ids: tuple[int, ...]
@@ -49,7 +58,7 @@ class Completion:
     policy_version_spans: tuple[VersionSpan, ...]
     cached_tokens: int
     head_version_spans: tuple[VersionSpan, ...] = ()
-    rounds: tuple[tuple[int, int, int], ...] = ()
+    rounds: tuple[Round, ...] = ()
     spec: SpecCounters = field(default_factory=SpecCounters)
 
 

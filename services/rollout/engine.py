@@ -37,9 +37,7 @@ from services.rollout.heads_feedback import spans_of
 from services.rollout.heads_file import load_heads
 from services.rollout.policy_check import PolicyShape, check_policy
 from services.rollout.sglang_plugin.heads_names import SPANS_KEY
-from services.rollout.sglang_plugin.spec_report import META_KEY as ROUNDS_KEY
-from services.rollout.sglang_plugin.spec_report import STATS_KEY
-from services.rollout.sglang_plugin.spec_report import count as count_rounds
+from services.rollout.sglang_plugin.spec_report import STATS_KEY, count_rounds, rounds_of
 from services.rollout.sglang_plugin.variables import OVERRIDE_KEY
 from specroll_core.contracts import FinishReason, SamplingParams, VersionSpan
 
@@ -405,13 +403,14 @@ def _completion(meta: dict[str, Any], tokens: tuple[int, ...], logprobs: tuple[f
             spans[-1] = VersionSpan(version, spans[-1].start, end)
         elif end > start:
             spans.append(VersionSpan(version, start, end))
+    rounds = rounds_of(meta)
     return Completion(
         token_ids=tokens,
         logprobs=logprobs,
         finish_reason=FinishReason(meta["finish_reason"]["type"]),
         policy_version_spans=tuple(spans),
         cached_tokens=meta.get("cached_tokens", 0),
-        spec=count_rounds(meta.get(ROUNDS_KEY, ()), len(tokens)),
+        spec=count_rounds(rounds, len(tokens)),
         head_version_spans=spans_of(meta.get(SPANS_KEY, ()), len(tokens)),
-        rounds=tuple(tuple(entry) for entry in meta.get(ROUNDS_KEY, ())),
+        rounds=rounds,
     )

@@ -140,7 +140,7 @@ def trajectory_feedback(
     """Rounds counted by versions and by nodes drafted; those that drafted nothing say nothing and are left out."""
     cells: dict[tuple[int, int, int], list[int]] = {}
     tokens = len(completion.token_ids)
-    for start, drafted, accepted in completion.rounds:
+    for start, drafted, accepted, _ in completion.rounds:
         if drafted < 1 or start >= tokens:
             continue
         heads = _version_at(completion.head_version_spans, start)

@@ -124,6 +124,25 @@ def test_exploring_costs_little_even_where_speculation_is_ruinous() -> None:
     assert spent / 5_000 < 1.02
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_what_is_paid_once_does_not_hide_what_a_step_costs(apart: bool) -> None:
+    """Two nodes give 1.5 tokens in 1.2 steps; after a plain step, drafting pays three more steps to begin with."""
+    policy = policy_with({}, [0.5], accepted=0.5, epsilon=0.1)
+    drafting, last, drafted = 0, 1, 0
+    for step in range(20_000):
+        n = policy.choose(4)
+        once = 3.0 if n > 1 and last == 1 else 0.0
+        seconds = {1: 1.0, 2: 1.2}.get(n, 5.0)
+        policy.record(4, n, seconds if apart else seconds + once, once if apart else 0.0)
+        drafted += n == 2
+        drafting += n == 2 and step >= 10_000
+        last = n
+    if apart:
+        assert drafting > 9_000
+    else:
+        assert drafted < 1_000
+
+
 @pytest.mark.parametrize("budgets", [(), (2, 4), (1, 4, 2), (1, 1, 2)])
 def test_budgets_are_checked(budgets: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="budgets"):

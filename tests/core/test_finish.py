@@ -49,7 +49,7 @@ def test_blocks_end_where_token_by_token_decoding_would() -> None:
             at += len(block)
             cut = cut_block(block, {STOP}, len(out), cap)
             out += block[: cut.kept]
-            tally.add(drafted=8, accepted=len(block) - 1, kept=cut.kept)
+            tally.add(drafted=8, accepted=len(block) - 1, kept=cut.kept, sources=[1] * (len(block) - 1))
         assert (out, cut.reason) == (plain, reason)
         counters = tally.counters()  # checks its own sums
         # Every kept token is that of an accepted node, or the one token that each uncut round adds.
@@ -58,8 +58,9 @@ def test_blocks_end_where_token_by_token_decoding_would() -> None:
 
 def test_accepted_nodes_that_were_cut_off_are_not_counted() -> None:
     tally = SpecTally()
-    tally.add(drafted=5, accepted=4, kept=2)
-    tally.add(drafted=5, accepted=1, kept=2)
+    tally.add(drafted=5, accepted=4, kept=2, sources=(0, 3, 2, 2))
+    tally.add(drafted=5, accepted=1, kept=2, sources=(0,))
     assert tally.counters().accepted_by_depth == (2, 1)
+    assert tally.counters().accepted_by_source == (2, 0, 0, 1)  # what the cut took away is nobody's
     assert tally.counters().accepted == 3
     assert tally.counters().drafted == 10

@@ -77,16 +77,18 @@ class VersionSpan(_message.Message):
     def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class SpecCounters(_message.Message):
-    __slots__ = ("verify_steps", "drafted", "accepted", "accepted_by_depth")
+    __slots__ = ("verify_steps", "drafted", "accepted", "accepted_by_depth", "accepted_by_source")
     VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_BY_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_BY_SOURCE_FIELD_NUMBER: _ClassVar[int]
     verify_steps: int
     drafted: int
     accepted: int
     accepted_by_depth: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, verify_steps: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_by_depth: _Optional[_Iterable[int]] = ...) -> None: ...
+    accepted_by_source: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, verify_steps: _Optional[int] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., accepted_by_depth: _Optional[_Iterable[int]] = ..., accepted_by_source: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Trajectory(_message.Message):
     __slots__ = ("trajectory_id", "sample_index", "token_ids", "logprobs", "policy_version_spans", "head_version_spans", "finish_reason", "reward", "reward_status", "spec", "started_at", "finished_at")

@@ -6,6 +6,7 @@ looked at with it only.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from services.config import SpeculationConfig
@@ -30,6 +31,8 @@ class ReflexSlots:
             MEMORY: Reflex(options),
             LOOKUP: Reflex(ReflexOptions(memory="suffix", siblings=False)),
         }
+        # Spent on taking requests up, so far.
+        self.opening_seconds = 0.0
         self._row_of: dict[str, tuple[int, str]] = {}
         self._owner: dict[int, str] = {}
 
@@ -53,7 +56,9 @@ class ReflexSlots:
                 found.append(None)
                 continue
             if self._row_of.get(request.rid) != (row, part):
+                began = time.perf_counter()
                 self._open(request, row, part)
+                self.opening_seconds += time.perf_counter() - began
             found.append(self._states[part].proposer(row))
         return found
 

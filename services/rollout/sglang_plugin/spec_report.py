@@ -6,9 +6,10 @@ request; with its last message a request hands them over, and the engine, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+from services.rollout.completion import Round
 from specroll_core.contracts import SpecCounters
 from specroll_core.finish import SpecTally
 
@@ -17,31 +18,32 @@ STATS_KEY = "specroll_stats"
 _ATTRIBUTE = "specroll_rounds"
 
 
-class Round(NamedTuple):
-    """start: tokens that the request had emitted before. drafted: nodes beside the root. accepted: nodes walked to."""
-
-    start: int
-    drafted: int
-    accepted: int
-
-
-def note_round(request, drafted: int, accepted: int) -> None:
-    """request: SGLang's `Req`, whose `output_ids` do not hold this round's tokens yet."""
+def note_round(request, drafted: int, sources: Sequence[int]) -> None:
+    """request: SGLang's `Req`, whose `output_ids` do not hold this round's tokens yet; drafted: nodes beside the root;
+    sources: of the nodes walked to."""
     if not hasattr(request, _ATTRIBUTE):
         setattr(request, _ATTRIBUTE, [])
-    getattr(request, _ATTRIBUTE).append((len(request.output_ids), drafted, accepted))
+    # A plain tuple: this travels through SGLang's messages.
+    getattr(request, _ATTRIBUTE).append((len(request.output_ids), drafted, len(sources), tuple(map(int, sources))))
 
 
-def finished_rounds(requests: Sequence) -> dict[str, list[list[tuple[int, int, int]]]]:
+def finished_rounds(requests: Sequence) -> dict[str, list[list[tuple]]]:
     """What `SchedulerOutputStreamer.build_additional_customized_info` returns: the rounds of finished requests."""
     return {META_KEY: [getattr(request, _ATTRIBUTE, []) if request.finished() else [] for request in requests]}
 
 
-def count(rounds: Iterable[Sequence[int]], tokens: int) -> SpecCounters:
+def rounds_of(meta: Mapping[str, Any]) -> tuple[Round, ...]:
+    """What a request's last message says of its rounds."""
+    return tuple(
+        Round(start, drafted, accepted, tuple(sources)) for start, drafted, accepted, sources in meta.get(META_KEY, ())
+    )
+
+
+def count_rounds(rounds: Iterable[Round], tokens: int) -> SpecCounters:
     """The counters of a request that ended with `tokens` tokens."""
     tally = SpecTally()
-    for start, drafted, accepted in rounds:
-        kept = min(accepted + 1, tokens - start)
+    for entry in rounds:
+        kept = min(entry.accepted + 1, tokens - entry.start)
         if kept >= 1:
-            tally.add(drafted, accepted, kept)
+            tally.add(entry.drafted, entry.accepted, kept, entry.sources)
     return tally.counters()

@@ -54,6 +54,7 @@ from specroll_core.growth import TreeOptions
 from specroll_core.law import LawParams
 from specroll_core.proposal import DepthLaws, Proposal
 from specroll_core.scorer import CountTableScorer
+from specroll_core.sources import accepted_sources
 from specroll_core.tree import DraftTree, build_tree, plain_tree
 from specroll_core.verify import Verified, credit, verify
 
@@ -159,7 +160,7 @@ class SpeculativeWorker(BaseSpecWorker):
         if output.next_token_logprobs is not None:
             output.next_token_logprobs = output.next_token_logprobs[:, None]
         for request in batch.reqs:
-            note_round(request, 0, 0)
+            note_round(request, 0, ())
         self.reflex.observe(batch.reqs, rows.tolist(), tokens[:, None].tolist())
         ones = torch.ones(B, dtype=torch.int32, device=self.device)
         result.accept_lens, result.new_seq_lens = ones, lengths + ones
@@ -179,6 +180,7 @@ class SpeculativeWorker(BaseSpecWorker):
         began = time.perf_counter()
         requests, info, lengths = batch.reqs, batch.sampling_info, batch.seq_lens
         nodes = max(budgets) if self._widths is None else padded(max(budgets), self._widths.widths)
+        opening = self.reflex.opening_seconds
         params = law_params(info)
         drawn, walked = round_uniforms(info, lengths, nodes, min(nodes, 1 + _TREE.max_depth))
         tree, laws = self._propose(batch, budgets, nodes, params, drawn)
@@ -194,7 +196,10 @@ class SpeculativeWorker(BaseSpecWorker):
         law = NodeLaw(logits, tree, requests, info.logit_bias)
         verified = verify(tree, law, params, walked, laws, planted_bias=self.config.planted_bias)
         drafted, emitted = tree.drafted.tolist(), verified.lengths.tolist()
-        kept = self._keep(requests, batch.req_pool_indices.tolist(), verified.tokens.tolist(), drafted, emitted)
+        sources = accepted_sources(tree, verified)
+        kept = self._keep(
+            requests, batch.req_pool_indices.tolist(), verified.tokens.tolist(), drafted, emitted, sources
+        )
         self._keep_path(batch.req_pool_indices, lengths, locations, verified)
         states = logits_output.hidden_states.view(len(requests), nodes, -1)
         feedback.note_round(
@@ -205,7 +210,8 @@ class SpeculativeWorker(BaseSpecWorker):
         logits_output.next_token_logprobs = verified.logprobs
         credit(self.scorer, tree, verified)
         ended = time.perf_counter()
-        self._record(tree, verified, drafted, emitted, (proposed - began, forwarded - proposed, ended - forwarded))
+        seconds = (proposed - began, forwarded - proposed, ended - forwarded)
+        self._record(tree, verified, drafted, emitted, seconds, self.reflex.opening_seconds - opening)
 
         accepted = torch.tensor(kept, dtype=torch.int32, device=self.device)
         return GenerationBatchResult(
@@ -335,14 +341,16 @@ class SpeculativeWorker(BaseSpecWorker):
         tokens: Sequence[Sequence[int]],
         drafted: Sequence[int],
         emitted: Sequence[int],
+        sources: Sequence[Sequence[int]],
     ) -> list[int]:
         """How many of the `emitted` tokens each request keeps, and tells who wants to know of them.
 
-        rows: in SGLang's pool. tokens: [B, L], those that were emitted first. drafted: nodes beside the root.
+        rows: in SGLang's pool. tokens: [B, L], those that were emitted first. drafted: nodes beside the root. sources:
+        who the accepted ones came from.
         """
         kept = []
-        for request, row, length, nodes in zip(requests, tokens, emitted, drafted, strict=True):
-            note_round(request, nodes, length - 1)
+        for request, row, length, nodes, found in zip(requests, tokens, emitted, drafted, sources, strict=True):
+            note_round(request, nodes, found)
             kept.append(cut(request, row[:length]).kept)
         self.reflex.observe(requests, rows, [row[:n] for row, n in zip(tokens, kept, strict=True)])
         return kept
@@ -374,7 +382,9 @@ class SpeculativeWorker(BaseSpecWorker):
         drafted: Sequence[int],
         emitted: Sequence[int],
         seconds: tuple[float, float, float],
+        opening: float,
     ) -> None:
+        """opening: how much of the seconds went into requests that nothing had been kept for."""
         B, nodes = tree.tokens.shape
         self.stats.add(B, nodes, sum(drafted), sum(emitted), *seconds)
         self.vocabulary.see(verified.tokens)
@@ -383,5 +393,5 @@ class SpeculativeWorker(BaseSpecWorker):
             self.stats.plain_seconds += sum(seconds)
             return
         self.stats.plain_seconds += sum(emitted) / B * self._chooser.times.predict(B, 1)
-        self._chooser.record(B, nodes, sum(seconds))
+        self._chooser.record(B, nodes, sum(seconds) - opening, opening)
         self._chooser.acceptance.observe(tree.path_scores[:, 1:].tolist(), emitted)

@@ -8,7 +8,8 @@ import pytest
 
 from services.bench.commands import bench_command
 from services.bench.options import BenchOptions
-from services.bench.result import Bound, accepted_at, ratio_of, ratio_of_sums
+from services.bench.result import Bound, accepted_at, accepted_from, ratio_of, ratio_of_sums
+from services.rollout.completion import Round
 from tests.e2e.cluster import write_tiny_run
 
 
@@ -37,8 +38,11 @@ def test_tokens_per_step_weigh_completions_by_their_steps() -> None:
 
 
 def test_acceptance_by_depth() -> None:
-    assert accepted_at([(0, 4, 0), (1, 4, 2), (4, 4, 1), (6, 4, 2)]) == (3 / 4, 2 / 4)
-    assert accepted_at([(0, 0, 0)]) == ()
+    rounds = [Round(0, 4, 0, ()), Round(1, 4, 2, (0, 1)), Round(4, 4, 1, (3,)), Round(6, 4, 2, (0, 0))]
+    assert accepted_at(rounds) == (3 / 4, 2 / 4)
+    assert accepted_from(rounds) == {"heads": (2 / 4, 1 / 4), "memory": (0, 1 / 4), "sampled": (1 / 4, 0)}
+    assert accepted_at([Round(0, 0, 0, ())]) == ()
+    assert accepted_from([Round(0, 0, 0, ())]) == {}
 
 
 def test_the_bound_is_the_best_width_with_everything_else_free() -> None:

@@ -52,6 +52,7 @@ def spans(rng, length):
 def trajectory(rng, index, group_id, prompt_ids):
     length = rng.randint(1, 50)
     by_depth = tuple(rng.randrange(9) for _ in range(rng.randrange(5)))
+    by_source = rng.choice([(), (sum(by_depth), 0, 0, 0), (0, 0, 0, sum(by_depth))])
     return Trajectory(
         trajectory_id=f"{group_id}-{index}",
         group_id=group_id,
@@ -64,7 +65,7 @@ def trajectory(rng, index, group_id, prompt_ids):
         finish_reason=rng.choice(list(FinishReason)),
         reward=rng.uniform(-1, 1),
         reward_status=rng.choice(list(RewardStatus)),
-        spec=SpecCounters(rng.randrange(100), sum(by_depth) + rng.randrange(9), sum(by_depth), by_depth),
+        spec=SpecCounters(rng.randrange(100), sum(by_depth) + rng.randrange(9), sum(by_depth), by_depth, by_source),
         worker_id="worker",
         started_at=rng.uniform(0, 2e9),
         finished_at=rng.uniform(0, 2e9),

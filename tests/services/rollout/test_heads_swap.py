@@ -277,9 +277,9 @@ def test_rows_and_statistics_reach_redis(serving, run, client, forwarder, model)
         return [seen[key] for key in wanted] if all(key in seen for key in wanted) else None
 
     for found, completion in zip(run(until(statistics)), completions, strict=True):
-        assert sum(sum(r.accepted) for r in found.rounds) == sum(1 for _, d, _ in completion.rounds if d)
+        assert sum(sum(r.accepted) for r in found.rounds) == sum(1 for r in completion.rounds if r.drafted)
         accepted = sum(n * count for r in found.rounds for n, count in enumerate(r.accepted))
-        assert accepted == sum(a for _, _, a in completion.rounds)
+        assert accepted == sum(r.accepted for r in completion.rounds)
         assert {r.heads_version for r in found.rounds} == {1}
     assert forwarder.counters["dropped_statistics"] == 0
 

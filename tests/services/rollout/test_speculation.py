@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from services.config import EngineConfig, SpeculationConfig
+from services.rollout.completion import Round
 from services.rollout.engine import RolloutEngine
 from services.rollout.heads_file import load_heads, save_heads
-from services.rollout.sglang_plugin.spec_report import count
+from services.rollout.sglang_plugin.spec_report import count_rounds
 from specroll_core.contracts import FinishReason, SamplingParams, SpecCounters
 from specroll_core.goodness_of_fit import chi_square_p
 from specroll_core.heads import FutureTokenHeads, HeadsSpec
@@ -299,14 +300,14 @@ def test_requests_that_outgrow_the_cache_are_retracted_and_finish(engine, run, m
     assert any(
         later[0] > start + accepted + 1
         for completion in completions
-        for (start, _, accepted), later in pairwise(completion.rounds)
+        for (start, _, accepted, _), later in pairwise(completion.rounds)
     )
 
 
 def test_what_rounds_have_kept_serves_as_a_prefix(engine, run, model):
     prompt = list(range(130, 150))
     first = run(sample(engine, prompt, temperature=0, ignore_eos=True, max_new_tokens=80))
-    assert any(0 < accepted < drafted for _, drafted, accepted in first.rounds), "no path was picked out of a tree"
+    assert any(0 < r.accepted < r.drafted for r in first.rounds), "no path was picked out of a tree"
     longer = [*prompt, *first.token_ids[:70]]
     again = run(sample(engine, longer, temperature=0, ignore_eos=True, max_new_tokens=40))
     assert again.cached_tokens >= 64
@@ -388,11 +389,12 @@ def test_whatever_widths_the_measured_times_choose(run, model, tiny_dir, tmp_pat
 
 
 def test_counters_leave_out_what_was_cut_off():
-    rounds = [(1, 5, 2), (4, 5, 0), (5, 5, 3)]
-    assert count(rounds, 9) == SpecCounters(3, 15, 5, (2, 2, 1))
-    assert count(rounds, 7) == SpecCounters(3, 15, 4, (2, 2))  # both tokens kept of the last round were drafted
-    assert count(rounds, 5) == SpecCounters(2, 10, 2, (1, 1))
-    assert count([], 1) == SpecCounters()
+    rounds = [Round(1, 5, 2, (0, 3)), Round(4, 5, 0, ()), Round(5, 5, 3, (1, 2, 1))]
+    assert count_rounds(rounds, 9) == SpecCounters(3, 15, 5, (2, 2, 1), (1, 2, 1, 1))
+    # Both tokens kept of the last round were drafted.
+    assert count_rounds(rounds, 7) == SpecCounters(3, 15, 4, (2, 2), (1, 1, 1, 1))
+    assert count_rounds(rounds, 5) == SpecCounters(2, 10, 2, (1, 1), (1, 0, 0, 1))
+    assert count_rounds([], 1) == SpecCounters()
 
 
 def test_heads_survive_their_file(tmp_path):

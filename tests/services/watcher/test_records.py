@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout.completion import Completion
+from services.rollout.completion import Completion, Round
 from services.rollout.heads_feedback import spans_of, trajectory_feedback
 from services.watcher.records import FeedbackLog, drift_records, read_log
 from specroll_core.contracts import FinishReason, SamplingParams, VersionSpan
@@ -18,7 +18,7 @@ def completion(rounds, heads, policy=((0, 0, 100),), tokens=100):
         policy_version_spans=tuple(VersionSpan(*span) for span in policy),
         cached_tokens=0,
         head_version_spans=tuple(VersionSpan(*span) for span in heads),
-        rounds=tuple(rounds),
+        rounds=tuple(Round(start, drafted, accepted, (0,) * accepted) for start, drafted, accepted in rounds),
     )
 
 
