@@ -181,12 +181,16 @@ class RolloutEngine:
 
     def close(self) -> None:
         """Ends SGLang's processes. Requests in flight raise EngineError. Safe to call twice."""
-        self._fail("The engine was closed.")
-        if self._loop is not None and not self._loop.is_closed():
+        self._fail("The engine was closed.", level=logging.DEBUG)
+        if (loop := self._loop) is not None and not loop.is_closed():
             for process in self._processes:
-                self._loop.remove_reader(process.sentinel)
-            for task in self._manager.asyncio_tasks:
+                loop.remove_reader(process.sentinel)
+            tasks = list(self._manager.asyncio_tasks)
+            for task in tasks:
                 task.cancel()
+            if not loop.is_running():
+                # Nobody else would let them end, and asyncio complains of tasks that never did.
+                loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop = None
         alive = {psutil.Process(p.pid) for p in self._processes if p.pid and p.is_alive()}
         engine_process.kill(alive)
@@ -353,11 +357,11 @@ class RolloutEngine:
         process.join(timeout=1)  # it is over already; this fetches the exit code
         self._fail(f"The engine's process {process.pid} ended with exit code {process.exitcode}.")
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, level: int = logging.ERROR) -> None:
         if self._failure is None:
             self._failure = reason
             if self._failed is not None and not self._failed.done():
-                log.error("%s", reason)
+                log.log(level, "%s", reason)
                 self._failed.set_result(reason)
 
     async def or_failure(self, awaitable: Awaitable[T]) -> T:
