@@ -59,8 +59,9 @@ from specroll_core.tree import DraftTree, build_tree, plain_tree
 from specroll_core.verify import Verified, credit, verify
 
 # Nodes that are not visited, above which the LM head is computed at visited nodes only: below, reading its weights
-# again for every level of the walk costs more (3.4 ms a level and 0.12 ms a row for 49,152 x 576 on one core).
-_LAZY_ABOVE = 96
+# again for every level of the walk costs more. For 49,152 x 576 they break even at about a hundred on one core (3.4 ms
+# a level, 0.12 ms a row), and at nearly two hundred on two.
+_LAZY_ABOVE = 128
 _TREE = TreeOptions()
 # Nodes of each request that the walk visits, about.
 _VISITED = 2
