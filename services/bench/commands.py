@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import json
 import platform
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from services.bench import beside
+from services.bench.ablate import ablate, ablation_table
 from services.bench.measure import Bench
-from services.bench.options import BenchOptions
+from services.bench.options import ABLATED_NODES, BenchOptions
 from services.bench.report import notes, table, write_json, write_plot
 from services.bench.result import BenchResult
 from services.config import Config, EngineConfig
@@ -42,14 +43,16 @@ def bench_command(config_path: Path, overrides: Sequence[str], options: BenchOpt
     check_output("--json", options.json)
     check_output("--plot", options.plot)
     config = load_config(config_path, [*overrides, "rollout.engine.speculation.enabled=true"])
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
     try:
+        if options.ablate:
+            return _ablate(config, options, console)
         result = measure(config, options)
     except EngineError as error:
         Console(stderr=True).print(f"specroll: {error}")
         return 1
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = _PIPE_WIDTH
     for temperature in options.temperatures:
         console.print(table(result, temperature))
     for line in notes(result):
@@ -63,29 +66,83 @@ def bench_command(config_path: Path, overrides: Sequence[str], options: BenchOpt
 
 def measure(config: Config, options: BenchOptions) -> BenchResult:
     """Starts an engine, runs every arm, and stops it. Main thread only."""
-    quiet_libraries()
-    directory = fetch_model(config.model.source)
-    # Beside a learner the engine has the first half of the cores, as in a run on one machine.
-    threads = options.threads or (half_of_the_cores() if options.learner else len(cores()))
-    engine_cpus = tuple(cores()[:threads])
-    prompts = _prompts(config, directory, options.prompts)
-    engine_config = _engine_config(config, options, threads, engine_cpus, max(map(len, prompts)))
-    result = BenchResult(_environment(config, options, engine_config, directory))
+    setting = _Setting.of(config, options)
+    result = BenchResult(_environment(config, options, setting.engine, setting.directory))
+    threads = setting.engine.threads
     if options.hf:
         for concurrency in options.concurrency:
-            batch = [prompts[i % len(prompts)] for i in range(concurrency)]
-            result.hf[concurrency] = beside.hf_rate(directory, batch, _HF_TOKENS, options.temperatures[0], threads)
-    engine = RolloutEngine.start(
-        config=engine_config, dtype=config.model.dtype, model_dir=directory, policy_version=0, seed=config.run.seed
-    )
-    company = beside.learner(directory, cores()[threads:]) if options.learner else contextlib.nullcontext()
-    try:
-        with asyncio.Runner() as runner, company, progress_bar("measuring", None) as step:
-            bench = Bench(engine, prompts, config.sampling.to_params(), options, step)
-            _run(runner, bench, options, result)
-    finally:
-        engine.close()
+            batch = [setting.prompts[i % len(setting.prompts)] for i in range(concurrency)]
+            rate = beside.hf_rate(setting.directory, batch, _HF_TOKENS, options.temperatures[0], threads)
+            result.hf[concurrency] = rate
+    company = beside.learner(setting.directory, cores()[threads:]) if options.learner else contextlib.nullcontext()
+    with (
+        setting.serving(config) as engine,
+        asyncio.Runner() as runner,
+        company,
+        progress_bar("measuring", None) as step,
+    ):
+        bench = Bench(engine, setting.prompts, config.sampling.to_params(), options, step)
+        _run(runner, bench, options, result)
     return result
+
+
+def _ablate(config: Config, options: BenchOptions, console: Console) -> int:
+    if config.rollout.engine.speculation.heads is None:
+        raise ValueError("specroll bench --ablate compares heads: set rollout.engine.speculation.heads.")
+    setting = _Setting.of(config, options)
+    with setting.serving(config) as engine, asyncio.Runner() as runner, progress_bar("completing", None) as step:
+        found = runner.run(
+            ablate(
+                engine,
+                setting.prompts,
+                config.sampling.to_params(),
+                nodes=(options.nodes,) if options.nodes else ABLATED_NODES,
+                temperatures=options.temperatures,
+                concurrency=max(options.concurrency),
+                group_size=options.group_size,
+                progress=step,
+            )
+        )
+    for temperature in options.temperatures:
+        console.print(ablation_table(found, temperature))
+    if options.json is not None:
+        environment = _environment(config, options, setting.engine, setting.directory)
+        record = {"environment": environment, "ablation": [asdict(a) for a in found]}
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """What is measured on: the model's directory, held-out prompts, and the engine's configuration."""
+
+    directory: Path
+    prompts: list[tuple[int, ...]]
+    engine: EngineConfig
+
+    @staticmethod
+    def of(config: Config, options: BenchOptions) -> _Setting:
+        quiet_libraries()
+        directory = fetch_model(config.model.source)
+        # Beside a learner the engine has the first half of the cores, as in a run on one machine.
+        threads = options.threads or (half_of_the_cores() if options.learner else len(cores()))
+        prompts = _prompts(config, directory, options.prompts)
+        longest = max(map(len, prompts))
+        return _Setting(directory, prompts, _engine_config(config, options, threads, tuple(cores()[:threads]), longest))
+
+    @contextlib.contextmanager
+    def serving(self, config: Config) -> Iterator[RolloutEngine]:
+        engine = RolloutEngine.start(
+            config=self.engine,
+            dtype=config.model.dtype,
+            model_dir=self.directory,
+            policy_version=0,
+            seed=config.run.seed,
+        )
+        try:
+            yield engine
+        finally:
+            engine.close()
 
 
 def _run(runner: asyncio.Runner, bench: Bench, options: BenchOptions, result: BenchResult) -> None:

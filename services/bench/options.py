@@ -15,8 +15,13 @@ ARMS: dict[str, SpeculationOverride] = {
     "heads-target-match": SpeculationOverride(parts=("heads",), rule="target_match"),
     "heads": SpeculationOverride(parts=("heads",), rule="sampled_child"),
     "memory": SpeculationOverride(parts=("memory",)),
+    "heads-lookup": SpeculationOverride(parts=("heads", "lookup")),
     "speculation": SpeculationOverride(),
 }
+# What `--ablate` compares, and with what: heads merged with plain suffix matches under the same scorer.
+BASELINE = "heads-lookup"
+ABLATED = ("lookup", "memory", "heads-target-match", "heads", BASELINE, "speculation")
+ABLATED_NODES = (4, 8, 16)
 DEFAULT_ARMS = (PLAIN, "lookup", "heads-target-match", "heads", "speculation")
 
 
@@ -25,7 +30,8 @@ class BenchOptions:
     """concurrency: requests in flight. nodes: beside the root, for the arms that draft; None lets the engine choose.
     widths: nodes beside the root at which the bound's curve is measured, () for no bound. rounds: windows of each arm,
     taken in turn; seconds: of a window, after warmup seconds. group_size: completions of one prompt that may learn from
-    each other. learner: something trains beside the engine. hf: `transformers` generates too, for scale."""
+    each other. learner: something trains beside the engine. hf: `transformers` generates too, for scale. ablate: tokens
+    per step of `ABLATED` on the same prompts, at `nodes` or `ABLATED_NODES`, and nothing that is a time."""
 
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     temperatures: tuple[float, ...] = (0.6, 1.0)
@@ -39,6 +45,7 @@ class BenchOptions:
     group_size: int = 1
     learner: bool = False
     hf: bool = False
+    ablate: bool = False
     threads: int = 0
     json: Path | None = None
     plot: Path | None = None

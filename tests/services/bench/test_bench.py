@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from services.bench.ablate import gain_of
 from services.bench.commands import bench_command
-from services.bench.options import BenchOptions
+from services.bench.options import ABLATED, BASELINE, BenchOptions
 from services.bench.result import Bound, accepted_at, accepted_from, ratio_of, ratio_of_sums
 from services.rollout.completion import Round
 from tests.e2e.cluster import write_tiny_run
+from tests.services.rollout.test_engine import load
+from tests.tiny_heads import make_tiny_heads
 
 
 def test_the_interval_of_a_ratio_is_the_bootstrap_of_turns() -> None:
@@ -100,6 +103,49 @@ def test_a_bench_measures_every_arm_on_a_real_engine(tmp_path: Path, capsys: pyt
     assert bound["value"] >= 1
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert "temperature 0.2" in capsys.readouterr().out
+
+
+def test_the_gain_is_that_of_the_sums_and_its_interval_draws_prompts() -> None:
+    sums, base = [(30.0, 10.0), (12.0, 8.0)], [(20.0, 10.0), (10.0, 10.0)]
+
+    def gain(drawn: tuple[int, ...]) -> float:
+        (a, b), (c, d) = ([sum(rows[i][j] for i in drawn) for j in (0, 1)] for rows in (sums, base))
+        return (a / b) / (c / d) - 1
+
+    interval = gain_of(sums, base)
+    assert interval.value == pytest.approx(gain((0, 1)))
+    every = [gain(drawn) for drawn in product(range(2), repeat=2)]
+    assert (interval.low, interval.high) == pytest.approx((min(every), max(every)))
+
+
+@pytest.mark.engine
+def test_an_ablation_completes_every_prompt_in_every_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_tiny_run(tmp_path, sampling={"max_new_tokens": 24}, model={"dtype": "float32"})
+    options = BenchOptions(
+        concurrency=(4,),
+        temperatures=(0.3,),
+        nodes=3,
+        prompts=3,
+        group_size=2,
+        threads=1,
+        ablate=True,
+        json=tmp_path / "ablation.json",
+    )
+    with pytest.raises(ValueError, match="speculation.heads"):
+        bench_command(config, [], options)
+    model = load(tmp_path / "model")
+    heads = make_tiny_heads(model, [[5, 6, 7], [30, 31]], tmp_path / "heads.safetensors")
+    assert bench_command(config, [f"rollout.engine.speculation.heads={heads}"], options) == 0
+    found = {a["arm"]: a for a in json.loads((tmp_path / "ablation.json").read_text())["ablation"]}
+    assert set(found) == set(ABLATED)
+    assert found[BASELINE]["gain"] is None
+    for arm, a in found.items():
+        assert a["nodes"] == 3
+        assert 1 <= a["tokens_per_step"]["value"] <= 4
+        if arm != BASELINE:
+            ratio = a["tokens_per_step"]["value"] / found[BASELINE]["tokens_per_step"]["value"]
+            assert a["gain"]["value"] == pytest.approx(ratio - 1)
+    assert "gain over heads-lookup" in capsys.readouterr().out
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:

@@ -1,0 +1,133 @@
+"""What each proposer adds: tokens per step at equal nodes, on the same prompts, whatever a step takes.
+
+Every way of drafting completes every prompt, so that gains are compared prompt by prompt. Nothing here is a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from rich.table import Table
+
+from services.bench.options import ABLATED, ARMS, BASELINE
+from services.bench.result import Interval, ratio_of_sums
+from services.rollout.engine import RolloutEngine
+from specroll_core.contracts import SamplingParams
+
+_DRAWS = 2000
+_COMPLETION_SECONDS = 600.0
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """tokens_per_step: with the bonus, over all completions. gain: relative to the baseline at the same nodes and
+    temperature, with a 95 % bootstrap interval over prompts; None for the baseline itself."""
+
+    arm: str
+    nodes: int
+    temperature: float
+    tokens_per_step: Interval
+    gain: Interval | None
+
+
+async def ablate(
+    engine: RolloutEngine,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    *,
+    nodes: Sequence[int],
+    temperatures: Sequence[float],
+    concurrency: int,
+    group_size: int,
+    progress: Callable[[int, int], None],
+) -> list[Acceptance]:
+    """nodes: beside the root. group_size: completions of each prompt, in flight together and learning from each other
+    where there is more than one."""
+    found: list[Acceptance] = []
+    cells = list(itertools.product(temperatures, nodes, ABLATED))
+    by_cell: dict[tuple[float, int, str], list[tuple[float, float]]] = {}
+    for done, (temperature, count, arm) in enumerate(cells):
+        progress(done, len(cells))
+        law = replace(sampling, temperature=temperature)
+        by_cell[temperature, count, arm] = await _sums(engine, prompts, law, count, arm, concurrency, group_size)
+    progress(len(cells), len(cells))
+    for (temperature, count, arm), sums in by_cell.items():
+        base = by_cell[temperature, count, BASELINE]
+        gain = None if arm == BASELINE else gain_of(sums, base)
+        found.append(Acceptance(arm, count, temperature, ratio_of_sums(sums), gain))
+    return found
+
+
+async def _sums(
+    engine: RolloutEngine,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    nodes: int,
+    arm: str,
+    concurrency: int,
+    group_size: int,
+) -> list[tuple[float, float]]:
+    """Of each prompt the tokens that its steps gave, and the steps."""
+    room = asyncio.Semaphore(max(1, concurrency // group_size))
+    override = replace(ARMS[arm], nodes=1 + nodes)
+
+    async def one(prompt: Sequence[int]) -> tuple[float, float]:
+        async with room:
+            number = next(_numbers)
+            group = f"ablate-{number}" if group_size > 1 else None
+            completions = await asyncio.gather(
+                *(
+                    engine.generate(
+                        prompt,
+                        sampling,
+                        request_id=f"ablate-{number}-{i}",
+                        speculation=replace(override, group=group),
+                    )
+                    for i in range(group_size)
+                )
+            )
+        steps = sum(c.spec.verify_steps for c in completions)
+        return float(steps + sum(c.spec.accepted for c in completions)), float(steps)
+
+    each = asyncio.gather(*(one(prompt) for prompt in prompts))
+    return list(await asyncio.wait_for(each, _COMPLETION_SECONDS * len(prompts)))
+
+
+def gain_of(sums: Sequence[tuple[float, float]], base: Sequence[tuple[float, float]], seed: int = 0) -> Interval:
+    """Ratio of two acceptance lengths less one; sums, base: (tokens, steps) of the same prompts, drawn together."""
+    table = torch.tensor([[*a, *b] for a, b in zip(sums, base, strict=True)], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = table[torch.randint(len(table), (_DRAWS, len(table)), generator=generator)].sum(1)
+    gains = _gain(drawn)
+    low, high = gains.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Interval(float(_gain(table.sum(0, keepdim=True))), low, high)
+
+
+def _gain(sums: torch.Tensor) -> torch.Tensor:
+    """sums: [n, 4]."""
+    return (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3]) - 1
+
+
+def ablation_table(found: Sequence[Acceptance], temperature: float) -> Table:
+    """A row for each way of drafting, two columns for each number of nodes."""
+    here = [a for a in found if a.temperature == temperature]
+    counts = sorted({a.nodes for a in here})
+    out = Table(title=f"temperature {temperature:g}: tokens per step at equal nodes, and the gain over {BASELINE}")
+    out.add_column("arm", no_wrap=True)
+    for count in counts:
+        out.add_column(f"{count} nodes", justify="right", no_wrap=True)
+        out.add_column("gain", justify="right", no_wrap=True)
+    for arm in dict.fromkeys(a.arm for a in here):
+        row = [arm]
+        for a in sorted((a for a in here if a.arm == arm), key=lambda a: a.nodes):
+            gain = a.gain
+            row.append(str(a.tokens_per_step))
+            row.append("" if gain is None else f"{gain.value:+.1%} ({gain.low:+.1%} to {gain.high:+.1%})")
+        out.add_row(*row)
+    return out
