@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
+from services.rollout.sglang_plugin import CPU_ATTENTION_BACKEND, TREE_ATTENTION_BACKENDS
 from specroll_core.contracts import SamplingParams
 
 # Of its context length SGLang gives two tokens less to prompt and completion: a completion that asks for them would
@@ -147,6 +148,12 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _speculation_keeps_its_ground(self) -> EngineConfig:
         if self.speculation.enabled:
+            for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+                if name in self.args and self.args[name] not in (CPU_ATTENTION_BACKEND, *TREE_ATTENTION_BACKENDS):
+                    raise ValueError(
+                        f"speculation.enabled needs args.{name} to be one of {', '.join(TREE_ATTENTION_BACKENDS)}: "
+                        "others ignore the mask of a tree"
+                    )
             if self.args.get("page_size", 1) != 1:
                 raise ValueError("speculation.enabled needs args.page_size = 1: accepted tokens lie in slots of a tree")
             if self.args.get("tp_size", 1) != 1 or self.args.get("pp_size", 1) != 1:

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+# Who an accepted token can come from: `sources.Source` names them.
+SOURCES = 4
+
 
 class ContractError(ValueError):
     """A record whose fields contradict each other; the message names the record and the field."""
@@ -92,7 +95,11 @@ class SpecCounters:
     def __post_init__(self) -> None:
         _require(0 <= self.accepted <= self.drafted, "spec: accepted must be between 0 and drafted")
         _require(sum(self.accepted_by_depth) == self.accepted, "spec: accepted_by_depth must add up to accepted")
-        _require(sum(self.accepted_by_source) in (self.accepted, 0), "spec: accepted_by_source must add up to accepted")
+        _require(
+            not self.accepted_by_source
+            or (len(self.accepted_by_source) == SOURCES and sum(self.accepted_by_source) == self.accepted),
+            f"spec: accepted_by_source must hold {SOURCES} numbers that add up to accepted",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from specroll_core.contracts import SamplingParams
 
 _DRAWS = 2000
 _COMPLETION_SECONDS = 600.0
+# Prompts that are completed before anything counts.
+_WARM = 16
 
 _numbers = itertools.count()
 
@@ -49,18 +51,26 @@ async def ablate(
 ) -> list[Acceptance]:
     """nodes: beside the root. group_size: completions of each prompt, in flight together and learning from each other
     where there is more than one."""
+    cells = list(itertools.product(temperatures, nodes))
+    whole, done = len(cells) * len(ABLATED) + 1, 0
     found: list[Acceptance] = []
-    cells = list(itertools.product(temperatures, nodes, ABLATED))
-    by_cell: dict[tuple[float, int, str], list[tuple[float, float]]] = {}
-    for done, (temperature, count, arm) in enumerate(cells):
-        progress(done, len(cells))
+    # The scorer and the proposals' vocabulary follow what they see: nobody is to meet them fresh, and the order of the
+    # arms moves on by one from cell to cell.
+    await _sums(engine, prompts[:_WARM], sampling, max(nodes), "speculation", concurrency, group_size)
+    for turn, (temperature, count) in enumerate(cells):
         law = replace(sampling, temperature=temperature)
-        by_cell[temperature, count, arm] = await _sums(engine, prompts, law, count, arm, concurrency, group_size)
-    progress(len(cells), len(cells))
-    for (temperature, count, arm), sums in by_cell.items():
-        base = by_cell[temperature, count, BASELINE]
-        gain = None if arm == BASELINE else gain_of(sums, base)
-        found.append(Acceptance(arm, count, temperature, ratio_of_sums(sums), gain))
+        sums: dict[str, list[tuple[float, float]]] = {}
+        for i in range(len(ABLATED)):
+            progress(done := done + 1, whole)
+            arm = ABLATED[(turn + i) % len(ABLATED)]
+            sums[arm] = await _sums(engine, prompts, law, count, arm, concurrency, group_size)
+        # A prompt that was answered by one token has not been drafted for.
+        drafted = [i for i in range(len(prompts)) if all(row[i][1] for row in sums.values())]
+        sums = {arm: [sums[arm][i] for i in drafted] for arm in ABLATED}
+        for arm in ABLATED:
+            gain = None if arm == BASELINE or not drafted else gain_of(sums[arm], sums[BASELINE])
+            found.append(Acceptance(arm, count, temperature, ratio_of_sums(sums[arm]), gain))
+    progress(whole, whole)
     return found
 
 

@@ -182,7 +182,12 @@ def _engine_config(
             "max_running_requests": max(most, old.max_running_requests),
             "max_total_tokens": max(room, old.max_total_tokens),
             "speculation": old.speculation.model_copy(
-                update={"nodes": 0, "max_nodes": max(tree, old.speculation.max_nodes)}
+                # Whoever completes the same prompts later would find them in the table.
+                update={
+                    "nodes": 0,
+                    "max_nodes": max(tree, old.speculation.max_nodes),
+                    "table": old.speculation.table and not options.ablate,
+                }
             ),
         }
     )

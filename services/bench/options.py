@@ -62,6 +62,8 @@ class BenchOptions:
             raise ValueError("--temperature must name numbers of at least 0.")
         if self.rounds < 1 or self.seconds <= 0 or self.warmup < 0 or self.prompts < 1 or self.group_size < 1:
             raise ValueError("--rounds, --seconds, --prompts and --group-size must be positive.")
+        if self.ablate and (self.learner or self.hf or self.plot is not None):
+            raise ValueError("--ablate measures no time: leave --learner, --hf and --plot out.")
         if self.nodes is not None and self.nodes < 1:
             raise ValueError("--nodes must be at least 1.")
 

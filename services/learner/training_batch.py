@@ -102,9 +102,11 @@ def _metrics(trajectories: list[Trajectory], results: list[GroupAdvantages], ver
     steps = sum(t.spec.verify_steps for t in trajectories)
     if steps:
         metrics["speculation/tokens_per_step"] = 1 + sum(t.spec.accepted for t in trajectories) / steps
-        for source in Source:
-            accepted = sum(t.spec.accepted_by_source[source] for t in trajectories if t.spec.accepted_by_source)
-            metrics[f"speculation/accepted/{source.name.lower()}"] = accepted / steps
+        told = [t.spec for t in trajectories if t.spec.accepted_by_source or not t.spec.accepted]
+        if steps := sum(spec.verify_steps for spec in told):
+            for source in Source:
+                accepted = sum(spec.accepted_by_source[source] for spec in told if spec.accepted_by_source)
+                metrics[f"speculation/accepted/{source.name.lower()}"] = accepted / steps
     if counted:
         rewards = [t.reward for t in counted]
         metrics |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}

@@ -188,10 +188,17 @@ class RolloutEngine:
             tasks = list(self._manager.asyncio_tasks)
             for task in tasks:
                 task.cancel()
-            if not loop.is_running():
-                # Nobody else would let them end, and asyncio complains of tasks that never did.
-                loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        else:
+            loop, tasks = None, []
         self._loop = None
+        try:
+            if loop is not None and tasks and not (loop.is_running() or _in_a_loop()):
+                # Nobody else would let them end, and asyncio complains of tasks that never did.
+                loop.run_until_complete(asyncio.wait(tasks, timeout=10))
+        finally:
+            self._end_processes()
+
+    def _end_processes(self) -> None:
         alive = {psutil.Process(p.pid) for p in self._processes if p.pid and p.is_alive()}
         engine_process.kill(alive)
         for process in self._processes:
@@ -397,6 +404,15 @@ def _check_heads(path: Path, model: PolicyShape, model_dir: Path, policy_version
 def _label(version: int, update: int) -> str:
     """SGLang's weight version. A version that is published twice must not look like the same weights."""
     return f"{version}:{update}"
+
+
+def _in_a_loop() -> bool:
+    """Whether this thread runs an event loop, so that no other one can run here."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _completion(meta: dict[str, Any], tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Completion:

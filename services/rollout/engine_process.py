@@ -17,7 +17,7 @@ import zmq
 
 from services.config import EngineConfig
 from services.rollout.completion import EngineError
-from services.rollout.sglang_plugin import CPU_ATTENTION_BACKEND, SPECULATIVE_ALGORITHM
+from services.rollout.sglang_plugin import CPU_ATTENTION_BACKEND, SPECULATIVE_ALGORITHM, TREE_ATTENTION_BACKENDS
 from services.rollout.sglang_plugin.variables import (
     CPUS_VARIABLE,
     ENABLE_VARIABLE,
@@ -99,7 +99,9 @@ def engine_arguments(
 
 def speculation_arguments(config: EngineConfig) -> dict[str, Any]:
     nodes = config.speculation.max_nodes
-    return {
+    # SGLang's own choice on recent GPUs ignores the mask of a tree.
+    attention = {"attention_backend": TREE_ATTENTION_BACKENDS[0]} if has_accelerator() else {}
+    return attention | {
         "speculative_algorithm": SPECULATIVE_ALGORITHM,
         "speculative_num_draft_tokens": nodes,
         "speculative_num_steps": 1,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 
 CPU_ATTENTION_BACKEND = "specroll_cpu"
+# On a GPU, those that see every branch of a tree by itself; the first one serves.
+TREE_ATTENTION_BACKENDS = ("flashinfer", "triton")
 SPECULATIVE_ALGORITHM = "SPECROLL"
 
 

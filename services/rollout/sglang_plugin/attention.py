@@ -48,33 +48,34 @@ class Chunk:
     keys: int
     mask: Tensor | None = None
     causal: bool = False
-    _made: dict[str, Tensor] = field(default_factory=dict)
+    _made: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
 
     def folded_mask(self, group: int) -> Tensor | None:
         """The mask for queries ordered [group, queries], built once and used in every layer."""
         if self.mask is None or self.queries == 1 or group == 1:
             return self.mask
-        if "folded" not in self._made:
-            self._made["folded"] = self.mask.repeat(1, 1, group, 1)
-        return self._made["folded"]
+        key = "folded", group, 0
+        if key not in self._made:
+            self._made[key] = self.mask.repeat(1, 1, group, 1)
+        return self._made[key]
 
     def product_mask(self, group: int, key_heads: int) -> Tensor | None:
         """[requests * key heads, group * queries, keys] float32, likewise built once."""
         if self.mask is None:
             return None
-        if "product" not in self._made:
+        key = "product", group, key_heads
+        if key not in self._made:
             mask = self.mask.float().repeat(1, key_heads, 1 if self.queries == 1 else group, 1)
-            self._made["product"] = mask.view(self.requests * key_heads, -1, self.keys).expand(
-                -1, group * self.queries, -1
-            )
-        return self._made["product"]
+            self._made[key] = mask.view(self.requests * key_heads, -1, self.keys).expand(-1, group * self.queries, -1)
+        return self._made[key]
 
     def slots_by_head(self, key_heads: int) -> Tensor:
         """[requests * key heads * keys] int64, the same slots in a pool whose heads are rows of their own."""
-        if "slots" not in self._made:
+        key = "slots", 0, key_heads
+        if key not in self._made:
             slots = self.slots.view(self.requests, 1, self.keys) * key_heads
-            self._made["slots"] = (slots + torch.arange(key_heads)[:, None]).view(-1)
-        return self._made["slots"]
+            self._made[key] = (slots + torch.arange(key_heads)[:, None]).view(-1)
+        return self._made[key]
 
 
 class TorchTreeAttention(TorchNativeAttnBackend):

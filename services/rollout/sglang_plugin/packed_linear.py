@@ -29,6 +29,8 @@ class PackedLinear:
 
     def pack(self, result, method, layer) -> None:  # noqa: ARG002 (a hook's signature)
         weight = layer.weight
+        if weight.dim() != 2 or getattr(layer, "use_intel_amx_backend", False):
+            return  # not a matrix, or laid out by SGLang's own kernels
         held = getattr(layer, _PACKED, None)
         if held is None:
             size = weight.numel() * weight.itemsize

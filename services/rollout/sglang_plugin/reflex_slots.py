@@ -31,8 +31,8 @@ class ReflexSlots:
             MEMORY: Reflex(options),
             LOOKUP: Reflex(ReflexOptions(memory="suffix", siblings=False)),
         }
-        # Spent on taking requests up, so far.
-        self.opening_seconds = 0.0
+        # Spent so far on requests that had begun while nothing was kept for them.
+        self.catching_up_seconds = 0.0
         self._row_of: dict[str, tuple[int, str]] = {}
         self._owner: dict[int, str] = {}
 
@@ -58,7 +58,9 @@ class ReflexSlots:
             if self._row_of.get(request.rid) != (row, part):
                 began = time.perf_counter()
                 self._open(request, row, part)
-                self.opening_seconds += time.perf_counter() - began
+                # A new request is opened whenever there is drafting; one that has begun, after a pause only.
+                if request.output_ids:
+                    self.catching_up_seconds += time.perf_counter() - began
             found.append(self._states[part].proposer(row))
         return found
 

@@ -100,6 +100,8 @@ class SpeculativeWorker(BaseSpecWorker):
 
     def alloc_memory_pool(self, **kwargs) -> None:  # noqa: ARG002 (SGLang's signature)
         self.req_to_token_pool, self.token_to_kv_pool_allocator = self._target_worker.get_memory_pool()
+        if (page := self.token_to_kv_pool_allocator.page_size) != 1:
+            raise RuntimeError(f"Speculation needs pages of one token, and SGLang has made them of {page}.")
         model = self.model_runner.model_config
         rows = self.req_to_token_pool.req_to_token.shape[0]
         self.slots = RequestSlots(rows, model.hidden_size, self.model_runner.dtype, self.device)
@@ -181,7 +183,7 @@ class SpeculativeWorker(BaseSpecWorker):
         began = time.perf_counter()
         requests, info, lengths = batch.reqs, batch.sampling_info, batch.seq_lens
         nodes = max(budgets) if self._widths is None else padded(max(budgets), self._widths.widths)
-        opening = self.reflex.opening_seconds
+        late = self.reflex.catching_up_seconds
         params = law_params(info)
         drawn, walked = round_uniforms(info, lengths, nodes, min(nodes, 1 + _TREE.max_depth))
         tree, laws = self._propose(batch, budgets, nodes, params, drawn)
@@ -212,7 +214,7 @@ class SpeculativeWorker(BaseSpecWorker):
         credit(self.scorer, tree, verified)
         ended = time.perf_counter()
         seconds = (proposed - began, forwarded - proposed, ended - forwarded)
-        self._record(tree, verified, drafted, emitted, seconds, self.reflex.opening_seconds - opening)
+        self._record(tree, verified, drafted, emitted, seconds, self.reflex.catching_up_seconds - late)
 
         accepted = torch.tensor(kept, dtype=torch.int32, device=self.device)
         return GenerationBatchResult(
@@ -383,9 +385,9 @@ class SpeculativeWorker(BaseSpecWorker):
         drafted: Sequence[int],
         emitted: Sequence[int],
         seconds: tuple[float, float, float],
-        opening: float,
+        once: float,
     ) -> None:
-        """opening: how much of the seconds went into requests that nothing had been kept for."""
+        """once: how much of the seconds went into requests that had begun while nothing was kept for them."""
         B, nodes = tree.tokens.shape
         self.stats.add(B, nodes, sum(drafted), sum(emitted), *seconds)
         self.vocabulary.see(verified.tokens)
@@ -394,5 +396,5 @@ class SpeculativeWorker(BaseSpecWorker):
             self.stats.plain_seconds += sum(seconds)
             return
         self.stats.plain_seconds += sum(emitted) / B * self._chooser.times.predict(B, 1)
-        self._chooser.record(B, nodes, sum(seconds) - opening, opening)
+        self._chooser.record(B, nodes, sum(seconds) - once, once)
         self._chooser.acceptance.observe(tree.path_scores[:, 1:].tolist(), emitted)

@@ -62,6 +62,7 @@ def test_the_bound_is_the_best_width_with_everything_else_free() -> None:
         ({"temperatures": (-1.0,)}, "--temperature"),
         ({"rounds": 0}, "--rounds"),
         ({"nodes": 0}, "--nodes"),
+        ({"ablate": True, "learner": True}, "--ablate"),
     ],
 )
 def test_impossible_options_are_refused(options: dict, message: str) -> None:

@@ -43,6 +43,17 @@ def test_other_types_are_left_alone(dtype):
     assert packed.apply(lambda *call: call, None, layer, x) == (None, layer, x, None)
 
 
+def test_what_sglang_lays_out_itself_is_left_alone():
+    for layer in (
+        SimpleNamespace(weight=torch.randn(8, 4).bfloat16(), use_intel_amx_backend=True),
+        SimpleNamespace(weight=torch.randn(8, 1, 4).bfloat16()),
+    ):
+        packed = PackedLinear()
+        packed.pack(None, None, layer)
+        x = torch.randn(2, 4).bfloat16()
+        assert packed.apply(lambda *call: call, None, layer, x) == (None, layer, x, None)
+
+
 @pytest.mark.engine
 def test_a_policy_update_reaches_the_packed_weights(tiny_dir, other_tiny_dir, run):
     config = EngineConfig(threads=1, context_length=256, max_total_tokens=2048, max_running_requests=8)

@@ -425,5 +425,7 @@ def test_nodes_must_fit_and_the_lm_head_be_whole():
         SpeculationConfig(nodes=9, max_nodes=8)
     with pytest.raises(ValueError, match="tp_size"):
         EngineConfig(speculation=SpeculationConfig(enabled=True), args={"tp_size": 2})
+    with pytest.raises(ValueError, match="flashinfer, triton"):
+        EngineConfig(speculation=SpeculationConfig(enabled=True), args={"decode_attention_backend": "fa3"})
     with pytest.raises(ValueError, match="page_size"):
         EngineConfig(speculation=SpeculationConfig(enabled=True), args={"page_size": 16})
