@@ -70,10 +70,6 @@ class DepthLaws:
     def row_index(self, request: Tensor, depth: Tensor) -> Tensor:
         return request * self.depth + depth - 1
 
-    def row(self, request: Tensor, depth: Tensor) -> Tensor:
-        """[n, M] probabilities of the given requests' laws at depths `depth` (1 is below the root)."""
-        return self._flat[self.row_index(request, depth)]
-
     def at_depth(self, depth: int) -> Tensor:
         """[B, M] probabilities of every request's law at one depth."""
         return self.probs[:, depth - 1]

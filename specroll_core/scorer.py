@@ -51,7 +51,7 @@ _PRIOR_TAIL = 0.3
 
 # Bins of small numbers, which orders and depths are, ready for addition; beyond them the last bin goes on.
 _TABLED = 16
-_LOG_Q_STRIDE, _MEMORY_STRIDE = CELLS // 9, CELLS // 72
+LOG_Q_STRIDE, MEMORY_STRIDE = CELLS // 9, CELLS // 72
 _ORDER_OFFSET = [4 * bisect_right(ORDER_EDGES, order) for order in range(_TABLED)]
 _DEPTH_BIN = [bisect_right(DEPTH_EDGES, depth) for depth in range(_TABLED)]
 
@@ -120,7 +120,7 @@ class CountTableScorer:
 
     def score_depths(self, log_q: Tensor) -> tuple[Tensor, Tensor]:
         edges, powers, bases = self._by_depth(log_q.shape[1], log_q.device)
-        cells = torch.bucketize(log_q, edges, right=True) * _LOG_Q_STRIDE + bases
+        cells = torch.bucketize(log_q, edges, right=True) * LOG_Q_STRIDE + bases
         prior = (log_q * powers).exp().clamp_max(0.9)
         hits, trials = self.counts.to(log_q.device, torch.float32)
         c = (hits[cells] + _PRIOR_TRIALS * prior) / (trials[cells] + _PRIOR_TRIALS)
@@ -130,8 +130,8 @@ class CountTableScorer:
         # Called for every candidate of a memory: tables instead of searches, and no check in making the tuple.
         hits, trials = self._lists or self._refresh()
         cell = (
-            bisect_right(LOG_Q_EDGES, log_q) * _LOG_Q_STRIDE
-            + bisect_right(MEMORY_EDGES, memory) * _MEMORY_STRIDE
+            bisect_right(LOG_Q_EDGES, log_q) * LOG_Q_STRIDE
+            + bisect_right(MEMORY_EDGES, memory) * MEMORY_STRIDE
             + (_ORDER_OFFSET[order] if order < _TABLED else _ORDER_OFFSET[-1])
             + (_DEPTH_BIN[depth] if depth < _TABLED else _DEPTH_BIN[-1])
         )

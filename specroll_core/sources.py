@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from specroll_core.scorer import CELLS
+from specroll_core.scorer import LOG_Q_STRIDE, MEMORY_STRIDE
 from specroll_core.tree import DraftTree
 from specroll_core.verify import Verified
-
-_LOG_Q_STRIDE, _MEMORY_STRIDE = CELLS // 9, CELLS // 72
 
 
 class Source(IntEnum):
@@ -27,9 +25,9 @@ def source_of(cell: int, sampled: bool) -> Source:
     """cell: the scorer's, -1 for a sampled child."""
     if sampled:
         return Source.SAMPLED
-    if cell % _LOG_Q_STRIDE < _MEMORY_STRIDE:
+    if cell % LOG_Q_STRIDE < MEMORY_STRIDE:
         return Source.HEADS
-    return Source.BOTH if cell >= _LOG_Q_STRIDE else Source.MEMORY
+    return Source.BOTH if cell >= LOG_Q_STRIDE else Source.MEMORY
 
 
 def accepted_sources(tree: DraftTree, verified: Verified) -> list[list[Source]]:

@@ -10,15 +10,13 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from rich.table import Table
 
 from services.bench.options import ABLATED, ARMS, BASELINE
-from services.bench.result import Interval, ratio_of_sums
+from services.bench.result import Interval, gain_of, ratio_of_sums
 from services.rollout.engine import RolloutEngine
 from specroll_core.contracts import SamplingParams
 
-_DRAWS = 2000
 _COMPLETION_SECONDS = 600.0
 # Prompts that are completed before anything counts.
 _WARM = 16
@@ -107,21 +105,6 @@ async def _sums(
 
     each = asyncio.gather(*(one(prompt) for prompt in prompts))
     return list(await asyncio.wait_for(each, _COMPLETION_SECONDS * len(prompts)))
-
-
-def gain_of(sums: Sequence[tuple[float, float]], base: Sequence[tuple[float, float]], seed: int = 0) -> Interval:
-    """Ratio of two acceptance lengths less one; sums, base: (tokens, steps) of the same prompts, drawn together."""
-    table = torch.tensor([[*a, *b] for a, b in zip(sums, base, strict=True)], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    drawn = table[torch.randint(len(table), (_DRAWS, len(table)), generator=generator)].sum(1)
-    gains = _gain(drawn)
-    low, high = gains.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Interval(float(_gain(table.sum(0, keepdim=True))), low, high)
-
-
-def _gain(sums: torch.Tensor) -> torch.Tensor:
-    """sums: [n, 4]."""
-    return (sums[:, 0] / sums[:, 1]) / (sums[:, 2] / sums[:, 3]) - 1
 
 
 def ablation_table(found: Sequence[Acceptance], temperature: float) -> Table:

@@ -108,6 +108,17 @@ def ratio_of_sums(pairs: Sequence[tuple[float, float]], seed: int = 0) -> Interv
     return _interval(table, lambda drawn: drawn[..., 0].sum(-1) / drawn[..., 1].sum(-1), seed)
 
 
+def gain_of(sums: Sequence[tuple[float, float]], base: Sequence[tuple[float, float]], seed: int = 0) -> Interval:
+    """Ratio of two `ratio_of_sums` less one; both of the same prompts, which are drawn together."""
+    table = torch.tensor([[*a, *b] for a, b in zip(sums, base, strict=True)], dtype=torch.float64)
+
+    def gain(drawn: torch.Tensor) -> torch.Tensor:
+        tokens, steps, base_tokens, base_steps = drawn.sum(-2).unbind(-1)
+        return (tokens / steps) / (base_tokens / base_steps) - 1
+
+    return _interval(table, gain, seed)
+
+
 def _interval(table: torch.Tensor, statistic, seed: int) -> Interval:
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randint(len(table), (_DRAWS, len(table)), generator=generator)

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from services.bench.ablate import gain_of
 from services.bench.commands import bench_command
 from services.bench.options import ABLATED, BASELINE, BenchOptions
-from services.bench.result import Bound, accepted_at, accepted_from, ratio_of, ratio_of_sums
+from services.bench.result import Bound, accepted_at, accepted_from, gain_of, ratio_of, ratio_of_sums
 from services.rollout.completion import Round
 from tests.e2e.cluster import write_tiny_run
 from tests.services.rollout.test_engine import load
