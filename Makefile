@@ -9,7 +9,8 @@ LOCKED := $(VENV)/.locked-$(shell sha256sum requirements.lock | cut -c1-16)
 # One at a time in an environment: it says that the environment runs *this* clone's code.
 READY := $(VENV)/.ready-$(shell { echo $(CURDIR); cat pyproject.toml requirements.lock; } | sha256sum | cut -c1-16)
 # One thread: OpenMP threads spin, and the tests start engines and learners beside themselves.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Two workers: the tests that start clusters, one after the other, beside all others.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 .PHONY: train test check setup proto up clean
 .DEFAULT_GOAL := help

@@ -2,10 +2,13 @@
 
     python -m bench.watcher_recovery CONFIG.toml --out DIRECTORY [--concurrency 8] [--nodes 8] [--minutes 12]
         [--moved DIRECTORY]
+    python -m bench.watcher_recovery CONFIG.toml --out DIRECTORY --stationary --minutes 30 --set heads.init=DIRECTORY
 
 No learner runs. Phases: no heads until the first version serves, unless heads.init names some; steady; noise of
 standard deviation 1 on the output projections until heads are swapped; with --moved DIRECTORY another policy until they
-are swapped again. Prints a line now and then, and a summary at the end.
+are swapped again. With --stationary none of these: the policy and the heads stay good while the temperature and the
+number of requests in flight change every two minutes, and any swap is one too many. Prints a line now and then, and a
+summary at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 from services.common import grpc_setup
@@ -43,22 +48,28 @@ from services.rollout.policy_store import PolicyStore
 from services.run_dir import RunDir
 from specroll.v1 import rollout_pb2_grpc
 
+_TURN_SECONDS = 120.0
+
 
 class Traffic:
     """`concurrency` completions at any time. Tokens and rounds are counted by the heads version that served."""
 
     def __init__(self, engine, prompts, law, concurrency: int) -> None:
         self.engine, self.law, self.concurrency = engine, law, concurrency
+        self.active = concurrency  # of the streams; the others wait
         self.prompts = itertools.cycle(prompts)
         self.done: list[tuple[float, int, int, int, float]] = []  # time, version, tokens, rounds, longest gap
         self.failed = 0
         self._numbers = itertools.count()
 
     async def run(self) -> None:
-        await asyncio.gather(*(self._one_after_the_other() for _ in range(self.concurrency)))
+        await asyncio.gather(*(self._one_after_the_other(number) for number in range(self.concurrency)))
 
-    async def _one_after_the_other(self) -> None:
+    async def _one_after_the_other(self, number: int) -> None:
         while True:
+            if number >= self.active:
+                await asyncio.sleep(0.2)
+                continue
             prompt = next(self.prompts)
             last, gap, completion = time.monotonic(), 0.0, None
             async for delta in self.engine.stream(prompt, self.law, request_id=f"b{next(self._numbers)}"):
@@ -145,6 +156,31 @@ async def measure(phases: Phases, heads: WorkerHeads, move: Callable[[], Awaitab
     }
 
 
+async def stand_still(phases: Phases, metrics: Path) -> dict:
+    """Stationary traffic until the end. metrics: the watcher's records."""
+    traffic, swaps = phases.traffic, (await phases.state()).swaps
+    for turn in itertools.count():
+        temperature = (0.6, 1.0)[turn % 2]
+        traffic.law = replace(traffic.law, temperature=temperature)
+        traffic.active = max(1, traffic.concurrency // (1, 2, 4)[turn % 3])
+        over = time.monotonic() + _TURN_SECONDS
+        await phases.until(
+            f"temperature {temperature}, {traffic.active} in flight", lambda _, over=over: time.monotonic() >= over
+        )
+        if time.monotonic() >= phases.end:
+            break
+    state = await phases.state()
+    return {
+        "minutes": (time.monotonic() - phases.began) / 60,
+        "requests": len(traffic.done),
+        "rounds": sum(d[3] for d in traffic.done),
+        "swaps": state.swaps - swaps,
+        "version": state.version,
+        "watcher_records": dict(Counter(json.loads(line)["kind"] for line in metrics.read_text().splitlines())),
+        "requests_failed": traffic.failed,
+    }
+
+
 def say(traffic: Traffic, version: int, what: str, began: float) -> None:
     now = time.monotonic()
     if int(now - began) % 10 < 2:
@@ -161,6 +197,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=12.0)
+    parser.add_argument("--stationary", action="store_true", help="change nothing that would be a reason for a swap")
     parser.add_argument("--moved", type=Path, help="a policy that training has moved on")
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     options = parser.parse_args()
@@ -230,7 +267,10 @@ async def serve(config, engine, feedback: FeedbackForwarder, board: RunBoard, op
         await policy.load(made.path, Served(1, made.digest))
 
     try:
-        return await measure(Phases(engine, traffic, options.minutes), heads, move if options.moved else None)
+        phases = Phases(engine, traffic, options.minutes)
+        if options.stationary:
+            return await stand_still(phases, RunDir(config.run.dir).metrics / "watcher.jsonl")
+        return await measure(phases, heads, move if options.moved else None)
     finally:
         for task in tasks:
             task.cancel()

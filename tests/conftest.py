@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 ENGINE_TIMEOUT_SECONDS = 300  # its start alone may take a minute on a busy machine
 EXIT_TIMEOUT_SECONDS = 60
@@ -20,7 +21,21 @@ def pytest_unconfigure() -> None:
     faulthandler.dump_traceback_later(EXIT_TIMEOUT_SECONDS, exit=True, file=sys.__stderr__)
 
 
+class _ByPart(LoadScopeScheduling):
+    """With `-n`, a file's tests stay in one worker, and so do all of `e2e/`, each of which starts a whole cluster."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return "e2e" if "/e2e/" in path else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByPart:
+    return _ByPart(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longest part begins first. The sort is stable: the order within each part stays.
+    items.sort(key=lambda item: "e2e" not in item.path.parts)
     for item in items:
         if "engine" in getattr(item, "fixturenames", ()) or item.get_closest_marker("engine"):
             item.add_marker(pytest.mark.engine)

@@ -278,3 +278,27 @@ def test_stopping_says_so_to_health_checks(serve):
         server.stop(0.5)
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
     server.stop()
+
+
+def test_children_of_a_process_with_grpc_start_every_time():
+    """With gRPC's own fork handlers one in ten was aborted before it began: 100 of 100 by luck in 3 of 100,000 runs."""
+    script = """
+        import services
+        import subprocess, sys
+        from concurrent import futures
+        import grpc
+        from services.common.lifecycle import child_dies_with_me
+        server = grpc.server(futures.ThreadPoolExecutor(2))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        grpc.channel_ready_future(channel).result(30)
+        start = [sys.executable, "-I", "-S", "-c", ""]
+        print(sum(subprocess.run(start, preexec_fn=child_dies_with_me()).returncode != 0 for _ in range(100)))
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=environment, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert (found.stdout, found.returncode) == ("0\n", 0), found.stderr
