@@ -158,15 +158,19 @@ async def measure(phases: Phases, heads: WorkerHeads, move: Callable[[], Awaitab
 
 async def stand_still(phases: Phases, metrics: Path) -> dict:
     """Stationary traffic until the end. metrics: the watcher's records."""
-    traffic, swaps = phases.traffic, (await phases.state()).swaps
+    traffic, swaps, turns = phases.traffic, (await phases.state()).swaps, []
     for turn in itertools.count():
         temperature = (0.6, 1.0)[turn % 2]
         traffic.law = replace(traffic.law, temperature=temperature)
         traffic.active = max(1, traffic.concurrency // (1, 2, 4)[turn % 3])
-        over = time.monotonic() + _TURN_SECONDS
+        began = time.monotonic()
+        over = began + _TURN_SECONDS
         await phases.until(
             f"temperature {temperature}, {traffic.active} in flight", lambda _, over=over: time.monotonic() >= over
         )
+        # What was in flight when the turn began ends under the law of the one before.
+        accepted = round(traffic.acceptance(began + _TURN_SECONDS / 4)[0], 3)
+        turns.append({"temperature": temperature, "in_flight": traffic.active, "tokens_per_round": accepted})
         if time.monotonic() >= phases.end:
             break
     state = await phases.state()
@@ -178,6 +182,7 @@ async def stand_still(phases: Phases, metrics: Path) -> dict:
         "version": state.version,
         "watcher_records": dict(Counter(json.loads(line)["kind"] for line in metrics.read_text().splitlines())),
         "requests_failed": traffic.failed,
+        "turns": turns,
     }
 
 

@@ -203,16 +203,24 @@ def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
     A token of probability 0 is never returned, whatever the uniform: the token found is the first whose
     cumulative sum exceeds a target strictly below the total, so its own probability is positive.
     """
+    return sample_and_sum(probs, uniforms)[0]
+
+
+def sample_and_sum(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """`sample`, and the sum of each row [B] float64, which may be 0 here: the token of such a row means nothing."""
     rows, vocab = probs.shape
     u = uniforms.to(torch.float64)
     if vocab <= 2 * _BLOCK:
-        return _invert(probs.to(torch.float64).cumsum(-1), u, None)[0]
+        cumulative = probs.to(torch.float64).cumsum(-1)
+        return _invert(cumulative, u, None)[0].clamp_max(vocab - 1), cumulative[:, -1]
     if vocab % _BLOCK:
         probs = torch.nn.functional.pad(probs, (0, _BLOCK - vocab % _BLOCK))
     blocks = probs.view(rows, -1, _BLOCK)
-    block, rest = _invert(blocks.sum(-1).to(torch.float64).cumsum(-1), u, None)
+    cumulative = blocks.sum(-1).to(torch.float64).cumsum(-1)
+    block, rest = _invert(cumulative, u, None)
+    block = block.clamp_max(blocks.shape[1] - 1)
     inside = blocks[torch.arange(rows, device=probs.device), block].to(torch.float64).cumsum(-1)
-    return block * _BLOCK + _invert(inside, None, rest)[0]
+    return (block * _BLOCK + _invert(inside, None, rest)[0]).clamp_max(vocab - 1), cumulative[:, -1]
 
 
 def draw_outside(laws: Tensor, row: Tensor, excluded: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,13 +21,13 @@ law given what precedes it is p.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specroll_core.law import LawParams, final_probs, sample
+from specroll_core.law import LawParams, final_probs, sample, sample_and_sum
 from specroll_core.proposal import DepthLaws
 from specroll_core.scorer import CountTableScorer
 from specroll_core.tree import DraftTree
@@ -91,36 +91,25 @@ def verify(
     On a CPU finished requests leave the batch after each level; on a GPU all rows walk to the deepest level
     and nothing waits for the device.
     """
-    B, N = tree.tokens.shape
-    device = tree.tokens.device
+    B = tree.tokens.shape[0]
     levels = tree.depth + 1
     assert uniforms.shape[0] == B == params.rows
     assert uniforms.shape[1] >= levels
     assert laws is not None or not tree.any_sampled
     node_logits = _gather_from(logits) if isinstance(logits, Tensor) else logits
 
-    tokens = torch.full((B, levels), -1, dtype=torch.int64, device=device)
-    nodes = torch.full((B, levels), -1, dtype=torch.int64, device=device)
-    logprobs = torch.zeros(B, levels, dtype=torch.float32, device=device)
-    lengths = torch.zeros(B, dtype=torch.int64, device=device)
-    child_probs, slot_accept, slot_remainder = torch.full((3, B, N), torch.nan, device=device)
-
     walk = _Walk.start(tree, params, uniforms)
+    levels_seen: list[_Level] = []
     for level in range(levels):
         p = final_probs(node_logits(walk.request, walk.node), walk.params)
         children = walk.parents == walk.node[:, None]
-        slots = children & walk.sampled
         p_child = p.gather(1, walk.tokens)
-        walk.put(child_probs, p_child, children & ~slots)
 
         coin, draw = walk.uniforms[:, level].unbind(-1)
+        slot = None
         # Deeper than the laws there are nodes of path proposers only, none of which is drawn.
         if laws is not None and tree.any_sampled and level < min(levels - 1, laws.depth):
-            y, p_y, accept, remainder = _draw_with_slots(
-                p, p_child, tree, walk, laws, level + 1, children, slots, coin, draw
-            )
-            walk.put(slot_accept, accept[:, None], slots)
-            walk.put(slot_remainder, remainder[:, None], slots)
+            y, p_y, slot = _draw_with_slots(p, p_child, walk, laws, level + 1, children, coin, draw)
         else:
             y = p.argmax(-1) if params.all_greedy else sample(p, draw)
             p_y = p.gather(1, y[:, None]).squeeze(1)
@@ -131,13 +120,75 @@ def verify(
             y, hit = _accept_wrongly(y, hit, children, walk.tokens, may, draw, planted_bias)
             # What the fault takes for the law's: it does not know of itself.
             p_y = torch.where(hit.any(-1), torch.where(hit, p_child, 0.0).sum(-1), p_y)
-        walk.put(tokens[:, level], y)
-        walk.put(nodes[:, level], walk.node)
-        walk.put(logprobs[:, level], p_y.log())
-        walk.put(lengths, torch.full_like(walk.node, level + 1))
+        levels_seen.append(_Level(walk.request, walk.node, walk.alive, y, p_y, children, p_child, slot))
         if not walk.descend(hit):
             break
-    return Verified(tokens, logprobs, lengths, nodes, child_probs, slot_accept, slot_remainder)
+    return _gathered(tree, levels, levels_seen)
+
+
+@dataclass
+class _Slots:
+    """The sampled children of the walkers' nodes. node: [n] int64, meaningless where there is none; there: [n] bool;
+    accept, remainder: [n] float32, the exact probability of acceptance and the target's mass outside S."""
+
+    node: Tensor
+    there: Tensor
+    accept: Tensor
+    remainder: Tensor
+
+
+@dataclass
+class _Level:
+    """What was seen at one depth, a row for each walker: who, where, whether it counts (None: all do), the token drawn
+    and its probability, the node's children [n, N], and the target's probability of every node's token there."""
+
+    request: Tensor
+    node: Tensor
+    alive: Tensor | None
+    y: Tensor
+    p_y: Tensor
+    children: Tensor
+    p_child: Tensor
+    slots: _Slots | None
+
+
+def _gathered(tree: DraftTree, levels: int, seen: Sequence[_Level]) -> Verified:
+    """All levels' rows put where they belong, in one go: each pair of request and level, and each node, is met once."""
+    B, N = tree.tokens.shape
+    device = tree.tokens.device
+    request = torch.cat([s.request for s in seen])
+    node, y, p_y = (torch.cat(x) for x in zip(*((s.node, s.y, s.p_y) for s in seen), strict=True))
+    children, p_child = (torch.cat(x) for x in zip(*((s.children, s.p_child) for s in seen), strict=True))
+    level = torch.tensor([i for i, s in enumerate(seen) for _ in range(len(s.request))], device=device)
+    if any(s.alive is not None for s in seen):
+        alive = torch.cat([torch.ones_like(s.node, dtype=torch.bool) if s.alive is None else s.alive for s in seen])
+        node, y = torch.where(alive, node, -1), torch.where(alive, y, -1)
+        p_y, children = torch.where(alive, p_y, 1.0), children & alive[:, None]
+    tokens, nodes = torch.full((2, B, levels), -1, dtype=torch.int64, device=device)
+    logprobs = torch.zeros(B, levels, dtype=torch.float32, device=device)
+    tokens[request, level], nodes[request, level], logprobs[request, level] = y, node, p_y.log()
+
+    # By node, a column more for those that there are none of. A node's parent is visited by one row at most.
+    probs, met = torch.zeros(2, B, N, device=device)
+    sampled = tree.sampled[request]
+    plain = children & ~sampled
+    probs.index_add_(0, request, torch.where(plain, p_child, 0.0))
+    met.index_add_(0, request, plain.float())
+    slot_accept, slot_remainder = torch.full((2, B, N + 1), torch.nan, device=device)
+    for s in seen:
+        if s.slots is not None:
+            there = s.slots.there if s.alive is None else s.slots.there & s.alive
+            at = torch.where(there, s.slots.node, N)
+            slot_accept[s.request, at], slot_remainder[s.request, at] = s.slots.accept, s.slots.remainder
+    return Verified(
+        tokens,
+        logprobs,
+        (nodes >= 0).sum(-1),
+        nodes,
+        torch.where(met > 0, probs, torch.nan),
+        slot_accept[:, :N],
+        slot_remainder[:, :N],
+    )
 
 
 @dataclass
@@ -146,6 +197,7 @@ class _Walk:
     `alive` says who counts.
 
     request, node: [n] int64; alive: [n] bool, None where it is known that all are. parents: [n, N], of valid nodes.
+    mass: [n, N], of the head's law outside a slot's siblings.
     """
 
     request: Tensor
@@ -156,30 +208,27 @@ class _Walk:
     parents: Tensor
     tokens: Tensor
     sampled: Tensor
+    mass: Tensor
     everyone: bool = True
 
     @staticmethod
     def start(tree: DraftTree, params: LawParams, uniforms: Tensor) -> _Walk:
         B, device = tree.tokens.shape[0], tree.tokens.device
-        parents = torch.where(tree.valid, tree.parents, -1)
-        node = torch.zeros(B, dtype=torch.int64, device=device)
-        return _Walk(torch.arange(B, device=device), node, None, params, uniforms, parents, tree.tokens, tree.sampled)
-
-    def put(self, out: Tensor, values: Tensor, where: Tensor | None = None) -> None:
-        """Writes values of the walkers into their rows of `out`, a column or a matrix, where `where` [n, N] says so."""
-        if self.alive is not None:
-            where = self.alive if where is None else where & self.alive[:, None]
-        if not self.everyone:
-            out[self.request] = values if where is None else torch.where(where, values, out[self.request])
-        elif where is None:
-            out.copy_(values)
-        else:
-            out.copy_(torch.where(where, values, out))
+        return _Walk(
+            request=torch.arange(B, device=device),
+            node=torch.zeros(B, dtype=torch.int64, device=device),
+            alive=None,
+            params=params,
+            uniforms=uniforms,
+            parents=torch.where(tree.valid, tree.parents, -1),
+            tokens=tree.tokens,
+            sampled=tree.sampled,
+            mass=tree.slot_mass,
+        )
 
     def descend(self, hit: Tensor) -> bool:
         """hit: [n, N], the child that carries the drawn token, if any. Returns whether anybody walks on."""
-        going = hit.any(-1)
-        node = hit.to(torch.int64).argmax(-1)
+        going, node = hit.max(-1)
         if node.device.type != "cpu":
             self.alive = going if self.alive is None else self.alive & going
             self.node = torch.where(self.alive, node, self.node)
@@ -189,9 +238,12 @@ class _Walk:
             self.node = node
         elif left:
             self.everyone = False
-            self.request, self.node, self.uniforms = self.request[going], node[going], self.uniforms[going]
-            self.parents, self.tokens, self.sampled = self.parents[going], self.tokens[going], self.sampled[going]
-            self.params = self.params.select(going.nonzero().squeeze(1))
+            index = going.nonzero().squeeze(1)
+            self.request, self.node, self.uniforms, self.parents, self.tokens, self.sampled, self.mass = (
+                x.index_select(0, index)
+                for x in (self.request, node, self.uniforms, self.parents, self.tokens, self.sampled, self.mass)
+            )
+            self.params = self.params.select(index)
         return left > 0
 
 
@@ -207,22 +259,20 @@ def credit(scorer: CountTableScorer, tree: DraftTree, verified: Verified) -> Non
 def _draw_with_slots(
     p: Tensor,
     p_child: Tensor,
-    tree: DraftTree,
     walk: _Walk,
     laws: DepthLaws,
     depth: int,
     children: Tensor,
-    slots: Tensor,
     coin: Tensor,
     draw: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, _Slots]:
     """One emitted token per row, with the sampled-child rule where a row has a slot and target-match elsewhere.
 
-    p becomes the residual. Returns the tokens [n], their probabilities under p [n], P(slot accepted) [n] and the
-    target's mass outside S [n]; the last two of rows without slot are 0 and unused.
+    p becomes the residual. Returns the tokens [n], their probabilities under p [n], and what is to be known of slots.
     """
-    slot = slots.to(torch.int64).argmax(-1)
-    mass = torch.where(slots.any(-1), tree.slot_mass[walk.request, slot], 0.0)
+    there, slot = (children & walk.sampled).max(-1)
+    at_slot = slot[:, None]
+    mass = torch.where(there, walk.mass.gather(1, at_slot).squeeze(1), 0.0)
     live = mass > _MIN_MASS
     q = laws.at_depth(depth) if walk.everyone else laws.at_depth(depth)[walk.request]
     # q_S as if S were empty; S is put right below. Rows without a live slot get the zero law.
@@ -230,23 +280,22 @@ def _draw_with_slots(
     kept = _subtract(p, q * scale[:, None], laws)
     residual = p
     # On S the residual is p itself. S holds each token once, so adding the difference sets the value.
-    in_s = children & ~slots
-    residual.scatter_add_(1, walk.tokens, torch.where(in_s, p_child - residual.gather(1, walk.tokens), 0.0))
-    total = residual.sum(-1)
+    on_s = torch.where(children & ~walk.sampled, p_child, 0.0)
+    residual.scatter_add_(1, walk.tokens, torch.where(on_s > 0, on_s - residual.gather(1, walk.tokens), 0.0))
+    other, total = sample_and_sum(residual, draw)
     # Where nothing is left to draw from, rejection has probability 0 up to rounding, and what is drawn is not used.
     empty = total <= 0
-    residual[:, 0] += empty
 
-    x = walk.tokens.gather(1, slot[:, None])
+    x = walk.tokens.gather(1, at_slot)
     column = laws.vocabulary.to_column(x)
     q_x = torch.where(column >= 0, q.gather(1, column.clamp_min(0)), 0.0).squeeze(1) * scale
-    p_x = p_child.gather(1, slot[:, None]).squeeze(1)
+    p_x = p_child.gather(1, at_slot).squeeze(1)
     accepted = live & ((coin * q_x < p_x) | empty)
-    y = torch.where(accepted, x.squeeze(1), sample(residual, draw))
+    y = torch.where(accepted, x.squeeze(1), other)
     column = laws.vocabulary.to_column(y)[:, None]
     p_y = torch.where(column >= 0, kept.gather(1, column.clamp_min(0)), residual.gather(1, y[:, None])).squeeze(1)
-    s_mass = torch.where(in_s, p_child, 0.0).sum(-1)
-    return y, p_y, (1 - total).clamp(0, 1), (1 - s_mass).clamp(0, 1)
+    accept = (1 - total.float()).clamp(0, 1)
+    return y, p_y, _Slots(slot, there, accept, (1 - on_s.sum(-1)).clamp(0, 1))
 
 
 def slot_law(tree: DraftTree, children: Tensor, slots: Tensor, q: Tensor, token: Tensor) -> Tensor:

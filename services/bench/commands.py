@@ -17,7 +17,7 @@ from services.bench.ablate import ablate, ablation_table
 from services.bench.measure import Bench
 from services.bench.options import ABLATED_NODES, BenchOptions
 from services.bench.report import notes, table, write_json, write_plot
-from services.bench.result import BenchResult
+from services.bench.result import BenchResult, Curve, bounds_of
 from services.config import Config, EngineConfig
 from services.config_loader import load_config
 from services.learner.prompts import load_prompts
@@ -146,14 +146,16 @@ class _Setting:
 
 
 def _run(runner: asyncio.Runner, bench: Bench, options: BenchOptions, result: BenchResult) -> None:
+    curves: list[Curve] = []
     curve_of = next((arm for arm in _BOUND_ARMS if arm in options.arms), None)
     for temperature in options.temperatures:
         for concurrency in options.concurrency:
             arms = runner.run(asyncio.wait_for(bench.arms(concurrency, temperature), _CELL_SECONDS))
             result.arms.extend(arms)
             if options.widths and curve_of is not None:
-                bound = bench.bound(concurrency, temperature, curve_of)
-                result.bounds.append(runner.run(asyncio.wait_for(bound, _CELL_SECONDS)))
+                curve = bench.curve(concurrency, temperature, curve_of)
+                curves.append(runner.run(asyncio.wait_for(curve, _CELL_SECONDS)))
+    result.bounds.extend(bounds_of(curves))
 
 
 def _prompts(config: Config, directory: Path, count: int) -> list[tuple[int, ...]]:

@@ -31,9 +31,9 @@ class Window:
         return self.stats.emitted / self.seconds
 
     @property
-    def tokens_per_step(self) -> float:
-        """Per request and step, the bonus included."""
-        return self.stats.emitted / max(1, self.stats.requests)
+    def tokens_per_decode_second(self) -> float:
+        """Without the time of prefills."""
+        return self.stats.emitted / (self.seconds - self.stats.prefill_seconds)
 
 
 class Load:

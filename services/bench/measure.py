@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from services.bench.load import Load, Window
 from services.bench.options import ARMS, PLAIN, BenchOptions
-from services.bench.result import ArmResult, Bound, accepted_at, accepted_from, ratio_of, ratio_of_sums
+from services.bench.result import ArmResult, Curve, accepted_at, accepted_from, ratio_of, ratio_of_sums
 from services.rollout.completion import SpeculationOverride
 from services.rollout.engine import RolloutEngine
 from specroll_core.contracts import SamplingParams
@@ -53,19 +53,18 @@ class Bench:
                     override = replace(override, nodes=1 + self._options.nodes)
                 window = await self._window(concurrency, temperature, override, self._options.seconds, number)
                 taken[arm].append(window)
-        plain = [window.tokens_per_second for window in taken[PLAIN]]
-        return [_result(arm, concurrency, temperature, windows, plain) for arm, windows in taken.items()]
+        return [_result(arm, concurrency, temperature, windows, taken[PLAIN]) for arm, windows in taken.items()]
 
-    async def bound(self, concurrency: int, temperature: float, arm: str) -> Bound:
-        """The curve of `arm` over the widths."""
-        curve = {}
+    async def curve(self, concurrency: int, temperature: float, arm: str) -> Curve:
+        """The curve of `arm` over the widths, plain decoding among them."""
+        points = {}
         for width in (0, *self._options.widths):
             override = replace(ARMS[arm], nodes=1 + width)
             seconds = self._options.seconds * _CURVE_SHARE
             window = await self._window(concurrency, temperature, override, seconds, width)
             stats = window.stats
-            curve[width] = (window.tokens_per_step, stats.forward_seconds / max(1, stats.rounds))
-        return Bound(concurrency, temperature, curve)
+            points[width] = (stats.emitted, stats.requests, stats.forward_seconds / max(1, stats.rounds))
+        return Curve(concurrency, temperature, points)
 
     async def _window(
         self, concurrency: int, temperature: float, override: SpeculationOverride, seconds: float, seed: int
@@ -90,15 +89,15 @@ class Bench:
 
 
 def _result(
-    arm: str, concurrency: int, temperature: float, windows: Sequence[Window], plain: Sequence[float]
+    arm: str, concurrency: int, temperature: float, windows: Sequence[Window], plain: Sequence[Window]
 ) -> ArmResult:
     stats = [window.stats for window in windows]
     completions = [completion for window in windows for completion in window.completions]
     steps = max(1, sum(s.rounds for s in stats))
     requests = max(1, sum(s.requests for s in stats))
-    propose, forward, accept = (
+    propose, forward, accept, prefill = (
         sum(getattr(s, name) for s in stats) / steps
-        for name in ("propose_seconds", "forward_seconds", "verify_seconds")
+        for name in ("propose_seconds", "forward_seconds", "verify_seconds", "prefill_seconds")
     )
     whole = sum(window.seconds for window in windows) / steps
     by_completion = [
@@ -114,7 +113,8 @@ def _result(
         concurrency=concurrency,
         temperature=temperature,
         rates=tuple(window.tokens_per_second for window in windows),
-        ratio=ratio_of([window.tokens_per_second for window in windows], plain),
+        ratio=ratio_of(*([w.tokens_per_second for w in side] for side in (windows, plain))),
+        decode_ratio=ratio_of(*([w.tokens_per_decode_second for w in side] for side in (windows, plain))),
         tokens_per_step=ratio_of_sums(by_completion),
         accepted_at=accepted_at(rounds),
         accepted_from=accepted_from(rounds),
@@ -122,5 +122,6 @@ def _result(
         propose_seconds=propose,
         forward_seconds=forward,
         accept_seconds=accept,
-        other_seconds=max(0.0, whole - propose - forward - accept),
+        other_seconds=max(0.0, whole - propose - forward - accept - prefill),
+        prefill_seconds=prefill,
     )

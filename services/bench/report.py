@@ -22,7 +22,7 @@ def table(result: BenchResult, temperature: float) -> Table:
     before = None
     for arm in (a for a in result.arms if a.temperature == temperature):
         bound = result.bound(arm.concurrency, temperature)
-        of_bound = f"{arm.ratio.value / max(1.0, bound.value):.0%}" if bound and arm.arm != PLAIN else ""
+        of_bound = f"{arm.decode_ratio.value / max(1.0, bound.value):.0%}" if bound and arm.arm != PLAIN else ""
         if before is not None and before != arm.concurrency:
             out.add_section()
         out.add_row(

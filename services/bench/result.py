@@ -30,11 +30,12 @@ class Interval:
 class ArmResult:
     """One way of decoding at one concurrency and temperature.
 
-    rates: tokens per second of each window. ratio: to plain decoding's windows of the same turns. tokens_per_step: per
-    request, over completions. accepted_at: share of steps that accepted at least 1, 2, ... drafted tokens;
+    rates: tokens per second of each window. ratio: to plain decoding's windows of the same turns; decode_ratio: the
+    same without the time that prompts took, which the bound knows nothing of. tokens_per_step: per request, over
+    completions. accepted_at: share of steps that accepted at least 1, 2, ... drafted tokens;
     accepted_from: the same by who proposed the token at that depth. nodes: mean beside the root. Seconds of a mean
-    step: propose, the target's forward, accept, and all that is outside of the algorithm. For plain decoding the
-    forward includes sampling.
+    step: propose, the target's forward, accept (for plain decoding: sampling), all that is outside of the algorithm,
+    and prefill, which is no part of a step.
     """
 
     arm: str
@@ -42,6 +43,7 @@ class ArmResult:
     temperature: float
     rates: tuple[float, ...]
     ratio: Interval
+    decode_ratio: Interval
     tokens_per_step: Interval
     accepted_at: tuple[float, ...]
     accepted_from: dict[str, tuple[float, ...]]
@@ -50,6 +52,7 @@ class ArmResult:
     forward_seconds: float
     accept_seconds: float
     other_seconds: float
+    prefill_seconds: float
 
     @property
     def rate(self) -> float:
@@ -66,8 +69,8 @@ class ArmResult:
 class Bound:
     """What speculation could gain if all but the target's forward were free.
 
-    `max_N A(N) t(B, 1) / t(B, N)` over the measured widths: curve[n] is (tokens per step, forward seconds of a step)
-    with n nodes beside the root; curve[0] is plain decoding.
+    `max_N A(N) t(B, 1) / t(B, N)` over the measured widths: curve[n] is (tokens per step and request, forward seconds
+    of a step) with n nodes beside the root; curve[0] is plain decoding.
     """
 
     concurrency: int
@@ -78,6 +81,31 @@ class Bound:
     def value(self) -> float:
         plain = self.curve[0][1]
         return max(tokens * plain / seconds for tokens, seconds in self.curve.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What was seen with fixed widths at one concurrency: points[n] is (tokens, requests times steps, forward seconds
+    of a step) with n nodes beside the root."""
+
+    concurrency: int
+    temperature: float
+    points: Mapping[int, tuple[int, int, float]]
+
+
+def bounds_of(curves: Sequence[Curve]) -> list[Bound]:
+    """One for each curve. How much is accepted depends on the prompts and the width, not on how many requests are in
+    flight, so A(N) is taken over all curves of a temperature: of few requests alone, the best of several widths would
+    be the luckiest one."""
+    bounds = []
+    for curve in curves:
+        alike = [other.points for other in curves if other.temperature == curve.temperature]
+        points = {}
+        for width, (_, _, seconds) in curve.points.items():
+            tokens, steps = (sum(p[width][i] for p in alike if width in p) for i in (0, 1))
+            points[width] = tokens / max(1, steps), seconds
+        bounds.append(Bound(curve.concurrency, curve.temperature, points))
+    return bounds
 
 
 @dataclass(slots=True)

@@ -85,8 +85,9 @@ class SpeculationStats:
 
     plain_rounds: in which nothing was drafted. requests: of all rounds; emitted / requests is the acceptance length,
     what ends cut off included. drafted: nodes beside the roots. Seconds of the scheduler's process: heads and trees,
-    the target's forward (in plain rounds with sampling), the walk and what follows it. plain_seconds: what the same
-    tokens would have taken by plain rounds, as those were measured meanwhile. clock_seconds: when this was read.
+    the target's forward, the walk and what follows it (in plain rounds sampling). prefill_seconds: of prompts, which
+    are no rounds. plain_seconds: what the same tokens would have taken by plain rounds, as those were measured
+    meanwhile. clock_seconds: when this was read.
     """
 
     rounds: int = 0
@@ -97,6 +98,7 @@ class SpeculationStats:
     propose_seconds: float = 0.0
     forward_seconds: float = 0.0
     verify_seconds: float = 0.0
+    prefill_seconds: float = 0.0
     plain_seconds: float = 0.0
     clock_seconds: float = 0.0
 

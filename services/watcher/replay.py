@@ -9,10 +9,10 @@ from rich.console import Console
 
 from services.config_loader import load_config
 from services.watcher.gate import decide
+from services.watcher.recall import take_in
 from services.watcher.records import read_log
 from services.watcher.service import drift_config
 from services.watcher.watch import Watch
-from specroll_core.drift import DriftRecord
 
 
 def replay(file: Path, config_path: Path | None, overrides: Sequence[str]) -> int:
@@ -28,26 +28,18 @@ def replay(file: Path, config_path: Path | None, overrides: Sequence[str]) -> in
     counts = {"record": 0, "check": 0, "degraded": 0, "worse": 0, "gate": 0}
     for line in read_log(file):
         kind = line.pop("kind")
-        if kind == "record":
-            record = DriftRecord.from_json(line)
-            watch = watch or Watch(drift_config(config), record.heads)
-            counts["record"] += 1
-            for name, facts in watch.observe(record).happened:
-                counts[name] = counts.get(name, 0) + 1
-                if name != "check":
-                    console.print(f"{name}: version {watch.version}, {_numbers(facts)}", markup=False)
-        elif kind == "published":
-            watch = watch or Watch(drift_config(config), 0)
-            watch.swapped(int(line["version"]))
+        watch = watch or Watch(drift_config(config), int(line["heads"]) if kind == "record" else 0)
+        counts["record"] += kind == "record"
+        for name, facts in take_in(watch, kind, line).happened:
+            counts[name] = counts.get(name, 0) + 1
+            if name != "check":
+                console.print(f"{name}: version {watch.version}, {_numbers(facts)}", markup=False)
+        if kind == "published":
             console.print(f"published: version {line['version']}", markup=False)
-        elif kind == "rolled_back" and watch is not None:
-            watch.rolled_back(int(line["to"]))
+        elif kind == "rolled_back":
             console.print(f"rolled back to version {line['to']}: {line['reason']}", markup=False)
-        elif kind == "repaired" and watch is not None:
-            watch.repaired()
+        elif kind == "repaired":
             console.print(f"repaired: version {line['version']} on {line['workers']} workers", markup=False)
-        elif kind == "refused" and watch is not None and not line["stale"]:
-            watch.refused(float(line["time"]))
         elif kind == "gate":
             counts["gate"] += 1
             again = decide(line["prompts"], nodes=line["nodes"], temperature=line["temperature"])

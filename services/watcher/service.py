@@ -38,10 +38,10 @@ from services.watcher.fleet import Fleet
 from services.watcher.grpc_server import WatcherServicer
 from services.watcher.job import JobDirectory, TrainJob
 from services.watcher.policy_source import PolicySource
+from services.watcher.recall import recall
 from services.watcher.records import FeedbackLog, drift_records
 from services.watcher.rows import RowBuffer
 from services.watcher.trainer import Trainer, TrainingFailed
-from services.watcher.watch import Watch
 from specroll.v1 import feedback_pb2, watcher_pb2_grpc
 from specroll_core.drift import DriftConfig
 
@@ -84,10 +84,11 @@ class Watcher:
         self.policies = PolicySource(config, root / "policies")
         self.buffer = RowBuffer(settings.max_rows, settings.holdout)
         self.trainer = Trainer(root / "jobs", threads=settings.threads, nice=settings.nice)
-        self.log = FeedbackLog(root / "feedback.jsonl")
         self.fleet = Fleet(lambda address: grpc_setup.channel(address, security=config.security))
         self.current = self._first_version()
-        self.watch = Watch(drift_config(config), self.current.version if self.current else 0)
+        recorded = root / "feedback.jsonl"
+        self.watch = recall(recorded, drift_config(config), self.current.version if self.current else 0)
+        self.log = FeedbackLog(recorded)
         # Rows received when acceptance was last as it should be: what drift is learned from came after.
         self._healthy_at = self._fresh_from = 0
         # The degradation for which the serving copies were found to be as published.
@@ -282,7 +283,13 @@ class Watcher:
         self.watch.swapped(self.current.version)
         self._needed = 2 * result["rows"]
         self.watch.improving = result["rows"] < self.config.watcher.max_rows
-        self._event("published", version=self.current.version, rows=result["rows"], predicted=gate["new"])
+        self._event(
+            "published",
+            version=self.current.version,
+            rows=result["rows"],
+            predicted=gate["new"],
+            improving=self.watch.improving,
+        )
         self._name_current()
         self._swap_everybody()
 

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from specroll_core.contracts import SamplingParams
-from specroll_core.law import LawParams, draw_outside, final_logprobs, final_probs, sample, token_logprobs
+from specroll_core.law import (
+    LawParams,
+    draw_outside,
+    final_logprobs,
+    final_probs,
+    sample,
+    sample_and_sum,
+    token_logprobs,
+)
 
 
 def naive_law(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
@@ -167,6 +175,20 @@ def test_sample_inverts_the_cumulative_distribution(vocab: int) -> None:
     got = sample(probs, u)
     # Block sums in float32 move a boundary by about 1e-7 of the mass: too little to meet any of these draws.
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("vocab", [7, 3000])
+def test_rows_are_summed_beside_the_draw_and_may_be_empty(vocab: int) -> None:
+    probs = torch.rand(5, vocab, generator=torch.Generator().manual_seed(0))
+    probs[2] = 0
+    uniforms = torch.tensor([0.0, 0.3, 0.999, 0.5, 1 - 2**-53], dtype=torch.float64)
+    tokens, sums = sample_and_sum(probs, uniforms)
+    expected = [math.fsum(row) for row in probs.tolist()]
+    assert sums.tolist() == pytest.approx(expected, rel=1e-6)
+    assert sums[2] == 0
+    assert bool(((tokens >= 0) & (tokens < vocab)).all())
+    kept = [0, 1, 3, 4]
+    assert tokens[kept].tolist() == sample(probs[kept], uniforms[kept]).tolist()
 
 
 @pytest.mark.parametrize("vocab", [6, 1500])

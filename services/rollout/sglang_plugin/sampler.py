@@ -9,6 +9,8 @@ At temperature 0 the law is a point mass, and the reported log-probability is 0.
 
 from __future__ import annotations
 
+import time
+
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler
@@ -26,7 +28,12 @@ _PENALTY_FIELDS = {
 
 
 class LawSampler(Sampler):
-    """Penalties, logit bias and grammar masks are in the logits already when SGLang calls `forward`."""
+    """Penalties, logit bias and grammar masks are in the logits already when SGLang calls `forward`.
+
+    seconds: spent here so far. On a GPU it says nothing: the work goes on after the call.
+    """
+
+    seconds = 0.0
 
     def forward(
         self,
@@ -45,6 +52,7 @@ class LawSampler(Sampler):
         """
         assert logprob_logits is None, "watermarks change the law and are refused when the engine starts"
         assert sampling_info.sampling_mask_batch_indices is None, "sampling masks are not offered"
+        began = time.perf_counter()
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
         probs = final_probs(logits, law_params(sampling_info))
         if sampling_info.is_all_greedy:
@@ -55,6 +63,7 @@ class LawSampler(Sampler):
         if return_logprob:
             self._report(logits_output, probs, tokens, top_logprobs_nums, token_ids_logprobs)
         self._sync_token_ids_across_tp(tokens, sampling_info)
+        self.seconds += time.perf_counter() - began
         return tokens
 
     def _report(

@@ -133,6 +133,7 @@ class SpeculativeWorker(BaseSpecWorker):
         return self._round(batch, budgets)
 
     def _prefill(self, batch, pp_proxy_tensors) -> GenerationBatchResult:
+        began = time.perf_counter()
         result = self._target_worker.forward_batch_generation(
             batch, pp_proxy_tensors=pp_proxy_tensors, capture_hidden_mode=CaptureHiddenMode.LAST
         )
@@ -141,6 +142,7 @@ class SpeculativeWorker(BaseSpecWorker):
             self.slots.store(rows, result.next_token_ids, result.logits_output.hidden_states)
             result.logits_output.hidden_states = None
             self.vocabulary.see(batch.input_ids)
+        self.stats.prefill_seconds += time.perf_counter() - began
         result.accept_lens = torch.ones(len(batch.reqs), dtype=torch.int32, device=self.device)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = BetweenRounds()
@@ -149,7 +151,8 @@ class SpeculativeWorker(BaseSpecWorker):
 
     def _plain_round(self, batch) -> GenerationBatchResult:
         """One token for each request, as without speculation: SGLang samples it."""
-        began = time.perf_counter()
+        began, sampler = time.perf_counter(), self.model_runner.sampler
+        sampled = sampler.seconds
         B, lengths, rows = len(batch.reqs), batch.seq_lens, batch.req_pool_indices.to(torch.int64)
         batch.input_ids = self.slots.pending[rows]
         batch.out_cache_loc = self.req_to_token_pool.req_to_token[rows, lengths].to(torch.int64)
@@ -170,7 +173,8 @@ class SpeculativeWorker(BaseSpecWorker):
         result.next_draft_input = BetweenRounds()
         result.speculative_num_draft_tokens = result.speculative_output_stride = 1
         seconds = time.perf_counter() - began
-        self.stats.add(B, 1, 0, B, 0.0, seconds, 0.0)
+        sampled = sampler.seconds - sampled
+        self.stats.add(B, 1, 0, B, 0.0, seconds - sampled, sampled)
         self.stats.plain_seconds += seconds
         if self._chooser is not None:
             self._chooser.record(B, 1, seconds)

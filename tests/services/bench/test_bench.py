@@ -8,7 +8,7 @@ import pytest
 
 from services.bench.commands import bench_command
 from services.bench.options import ABLATED, BASELINE, BenchOptions
-from services.bench.result import Bound, accepted_at, accepted_from, gain_of, ratio_of, ratio_of_sums
+from services.bench.result import Bound, Curve, accepted_at, accepted_from, bounds_of, gain_of, ratio_of, ratio_of_sums
 from services.rollout.completion import Round
 from tests.e2e.cluster import write_tiny_run
 from tests.services.rollout.test_engine import load
@@ -50,6 +50,18 @@ def test_acceptance_by_depth() -> None:
 def test_the_bound_is_the_best_width_with_everything_else_free() -> None:
     bound = Bound(1, 0.6, {0: (1.0, 0.030), 4: (2.0, 0.033), 8: (2.4, 0.045)})
     assert bound.value == pytest.approx(2.0 * 30 / 33)
+
+
+def test_acceptance_is_pooled_over_concurrencies_of_one_temperature_and_time_is_not() -> None:
+    alone = Curve(1, 0.6, {0: (100, 100, 0.030), 4: (90, 30, 0.033)})
+    four = Curve(4, 0.6, {0: (400, 400, 0.040), 4: (310, 170, 0.050)})
+    other = Curve(1, 1.0, {0: (100, 100, 0.030), 4: (150, 100, 0.033)})
+    bounds = bounds_of([alone, four, other])
+    assert [(b.concurrency, b.temperature) for b in bounds] == [(1, 0.6), (4, 0.6), (1, 1.0)]
+    pooled = (90 + 310) / (30 + 170)
+    assert bounds[0].curve == {0: (1.0, 0.030), 4: (pooled, 0.033)}
+    assert bounds[1].value == pytest.approx(pooled * 40 / 50)
+    assert bounds[2].value == pytest.approx(1.5 * 30 / 33)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +109,10 @@ def test_a_bench_measures_every_arm_on_a_real_engine(tmp_path: Path, capsys: pyt
     assert plain["accepted_at"] == []
     assert memory["tokens_per_step"]["value"] >= 1
     assert lookup["propose_seconds"] >= 0
+    # Sampling is no part of plain decoding's forward, and prompts are no part of its steps.
+    assert plain["accept_seconds"] > 0
+    assert plain["prefill_seconds"] > 0
+    assert plain["decode_ratio"]["value"] == 1
     (bound,) = record["bounds"]
     assert set(bound["curve"]) == {"0", "3"}
     assert bound["curve"]["0"][0] == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from services.watcher.recall import recall
+from services.watcher.records import FeedbackLog
 from services.watcher.watch import Watch
 from specroll_core.drift import DriftConfig
 from tests.core.test_drift import record, stream
@@ -89,3 +91,38 @@ def test_acceptance_near_nothing_raises_the_alarm():
     watch = Watch(CONFIG, 1)
     feed(watch, stream(rng, 30))
     assert "alarm" in feed(watch, steady(rng, 100, heads=1, factor=0.01))
+
+
+def test_a_restart_in_the_middle_changes_no_decision(tmp_path):
+    records = list(stream(random.Random(3), 60, drop=0.3, from_check=30))
+    undisturbed = Watch(CONFIG, 1)
+    found = next(i for i, r in enumerate(records) if "degraded" in feed(undisturbed, [r]))
+    # After the fall has begun and before it is sure.
+    cut = (len(records) // 2 + found) // 2
+    assert len(records) // 2 < cut < found
+    log = FeedbackLog(tmp_path / "feedback.jsonl")
+    log.write("published", {"version": 1, "improving": False})
+    for r in records[:cut]:
+        log.write("record", r.to_json())
+    log.close()
+    with (tmp_path / "feedback.jsonl").open("a") as file:
+        file.write('{"kind": "record", "at"')  # what a kill leaves
+    FeedbackLog(tmp_path / "feedback.jsonl").close()
+    restarted, forgetful = recall(tmp_path / "feedback.jsonl", CONFIG, 1), Watch(CONFIG, 1)
+    assert next(i for i, r in enumerate(records[cut:], cut) if "degraded" in feed(restarted, [r])) == found
+    assert restarted.degraded_since == undisturbed.degraded_since
+    assert feed(forgetful, records[cut : found + 1]) == []
+
+
+def test_what_does_not_lead_to_the_serving_version_is_not_taken_up(tmp_path):
+    path = tmp_path / "feedback.jsonl"
+    assert recall(path, CONFIG, 3).version == 3
+    log = FeedbackLog(path)
+    log.write("published", {"version": 1})
+    for r in steady(random.Random(4), 64, heads=1):
+        log.write("record", r.to_json())
+    log.close()
+    assert recall(path, CONFIG, 1).records == 64
+    assert (recall(path, CONFIG, 2).version, recall(path, CONFIG, 2).records) == (2, 0)
+    path.write_text('{"kind": "record"}\n')
+    assert recall(path, CONFIG, 1).records == 0
