@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from services.bench.load import Load, Window
 from services.bench.options import ARMS, PLAIN, BenchOptions
-from services.bench.result import ArmResult, Curve, accepted_at, accepted_from, ratio_of, ratio_of_sums
+from services.bench.result import ArmResult, Curve, Interval, accepted_at, accepted_from, ratio_of, ratio_of_sums
 from services.rollout.completion import SpeculationOverride
 from services.rollout.engine import RolloutEngine
 from specroll_core.contracts import SamplingParams
@@ -113,8 +113,8 @@ def _result(
         concurrency=concurrency,
         temperature=temperature,
         rates=tuple(window.tokens_per_second for window in windows),
-        ratio=ratio_of(*([w.tokens_per_second for w in side] for side in (windows, plain))),
-        decode_ratio=ratio_of(*([w.tokens_per_decode_second for w in side] for side in (windows, plain))),
+        ratio=_ratio(windows, plain, lambda window: window.tokens_per_second),
+        decode_ratio=_ratio(windows, plain, lambda window: window.tokens_per_decode_second),
         tokens_per_step=ratio_of_sums(by_completion),
         accepted_at=accepted_at(rounds),
         accepted_from=accepted_from(rounds),
@@ -125,3 +125,7 @@ def _result(
         other_seconds=max(0.0, whole - propose - forward - accept - prefill),
         prefill_seconds=prefill,
     )
+
+
+def _ratio(windows: Sequence[Window], plain: Sequence[Window], rate: Callable[[Window], float]) -> Interval:
+    return ratio_of([rate(window) for window in windows], [rate(window) for window in plain])
