@@ -6,7 +6,7 @@ from enum import IntEnum
 
 from specroll_core.scorer import LOG_Q_STRIDE, MEMORY_STRIDE
 from specroll_core.tree import DraftTree
-from specroll_core.verify import Verified
+from specroll_core.verified import Verified
 
 
 class Source(IntEnum):

@@ -83,7 +83,9 @@ def frequencies(toy: ToyLanguage, tree: DraftTree, laws: DepthLaws | None, g: to
     prefixes = toy.node_prefixes(copies, torch.zeros(len(which), dtype=torch.int64))
     uniforms = torch.rand(len(which), tree.depth + 1, 2, dtype=torch.float64, generator=g)
     drawn = DepthLaws(laws.probs[which], laws.vocabulary)
-    found = verify(copies, lambda r, n: toy.logits(prefixes[r, n]), one_law(LAW, len(which)), uniforms, drawn)
+    found = verify(
+        copies, lambda r, n: toy.logits(prefixes[r, n]), one_law(LAW, len(which)), uniforms, drawn, on_host=False
+    )
     first, second = found.tokens[:, 0], found.tokens[:, 1]
     after = final_logprobs(toy.logits(first + 1), one_law(LAW, len(first))).double().exp()
     known = torch.nn.functional.one_hot(second.clamp_min(0), VOCAB).double()

@@ -60,6 +60,36 @@ def test_the_law_of_sequences_over_rules_temperatures_filters_and_trees() -> Non
     assert 0.3 < sum(p_values) / len(p_values) < 0.7
 
 
+@pytest.mark.parametrize("law", [*LAWS.values(), {"temperature": 0.0}], ids=[*LAWS, "greedy"])
+def test_both_walks_decide_the_same(law: dict[str, float]) -> None:
+    """So what is shown of one, with a hundred thousand draws, holds for the other."""
+    met = 0
+    for seed, (nodes, options) in enumerate([*TREES.values(), (12, TreeOptions(max_depth=5))]):
+        for bias, scorer in ((0.0, CountTableScorer(tail_share=1.0)), (0.3, Contrary())):
+            toy = ToyLanguage(vocab=5, seed=seed)
+            setting = Setting(law, nodes, options, scorer, ids=[0, 2, 3] if seed % 3 == 2 else None)
+            g = torch.Generator().manual_seed(seed)
+            states = torch.arange(300) % 31
+            tree, proposal = grow(toy, setting, states, torch.rand(300, nodes, dtype=torch.float64, generator=g))
+            logits = toy.logits(toy.node_prefixes(tree, states).flatten()).view(300, nodes, toy.vocab)
+            uniforms = torch.rand(300, tree.depth + 1, 2, dtype=torch.float64, generator=g)
+            # Every other request is greedy: batches are mixed.
+            some = dataclasses.replace(one_law(law, 300), any_greedy=True)
+            some.temperature[::2] = 0
+            one, other = (
+                verify(tree, logits, some, uniforms, proposal.laws, planted_bias=bias, on_host=on_host)
+                for on_host in (True, False)
+            )
+            for name in ("tokens", "lengths", "nodes"):
+                assert torch.equal(getattr(one, name), getattr(other, name)), name
+            for name in ("logprobs", "child_probs", "slot_accept", "slot_remainder"):
+                torch.testing.assert_close(
+                    getattr(one, name), getattr(other, name), atol=2e-6, rtol=2e-6, equal_nan=True, msg=name
+                )
+            met += int((~one.slot_accept.isnan()).sum())
+    assert met > 300 or law.get("temperature") == 0  # greedy requests get no sampled children
+
+
 class Contrary:
     """Scores unlikely candidates highest and makes every last child sampled."""
 
@@ -186,15 +216,15 @@ def test_acceptance_at_the_root_has_its_closed_form(law: dict[str, float], sampl
     assert per_round - 1 == pytest.approx(float(acceptance), abs=0.004)
 
 
-def test_feedback_is_the_exact_acceptance_of_visited_children() -> None:
+@pytest.mark.parametrize("on_host", [True, False])
+def test_feedback_is_the_exact_acceptance_of_visited_children(on_host: bool) -> None:
     toy = ToyLanguage(vocab=5, seed=12)
     setting = Setting({}, 8)
     states = torch.tensor([0, 1, 2])
     tree, proposal = grow(toy, setting, states, torch.rand(3, 8, dtype=torch.float64))
     prefixes = toy.node_prefixes(tree, states)
-    result = verify(
-        tree, toy.logits(prefixes.flatten()).view(3, 8, 5), one_law({}, 3), torch.rand(3, 5, 2).double(), proposal.laws
-    )
+    logits, uniforms = toy.logits(prefixes.flatten()).view(3, 8, 5), torch.rand(3, 5, 2).double()
+    result = verify(tree, logits, one_law({}, 3), uniforms, proposal.laws, on_host=on_host)
     p = toy.logits(prefixes.flatten()).softmax(-1).view(3, 8, 5)
     for row in range(3):
         visited = set(result.nodes[row, : int(result.lengths[row])].tolist())
@@ -266,7 +296,7 @@ def test_a_planted_bias_takes_the_last_child_so_often_and_leaves_greedy_requests
     def logits(request: Tensor, node: Tensor) -> Tensor:
         return toy.target[:1].expand(len(request), -1)
 
-    found = verify(tree, logits, one_law({}, rows), uniforms, planted_bias=bias)
+    found = verify(tree, logits, one_law({}, rows), uniforms, planted_bias=bias, on_host=False)
     first, last = tree.tokens[0, 1:].tolist()
     p = toy.target[0].double().softmax(-1)
     expected = p * (1 - bias)
@@ -275,4 +305,5 @@ def test_a_planted_bias_takes_the_last_child_so_often_and_leaves_greedy_requests
     frequencies = found.tokens[:, 0].bincount(minlength=6) / rows
     torch.testing.assert_close(frequencies.double(), expected, atol=0.004, rtol=0)
     greedy = one_law({"temperature": 0.0}, rows)
-    assert verify(tree, logits, greedy, uniforms, planted_bias=bias).tokens[:, 0].unique().numel() == 1
+    found = verify(tree, logits, greedy, uniforms, planted_bias=bias, on_host=False)
+    assert found.tokens[:, 0].unique().numel() == 1

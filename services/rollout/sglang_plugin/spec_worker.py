@@ -56,7 +56,8 @@ from specroll_core.proposal import DepthLaws, Proposal
 from specroll_core.scorer import CountTableScorer
 from specroll_core.sources import accepted_sources
 from specroll_core.tree import DraftTree, build_tree, plain_tree
-from specroll_core.verify import Verified, credit, verify
+from specroll_core.verified import Verified
+from specroll_core.verify import credit, verify
 
 # Nodes that are not visited, above which the LM head is computed at visited nodes only: below, reading its weights
 # again for every level of the walk costs more. For 49,152 x 576 they break even at about a hundred on one core (3.4 ms
