@@ -84,6 +84,10 @@ def _register_layers() -> None:
         target = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
         HookRegistry.register(f"{target}.process_weights_after_loading", packed.pack, HookType.AFTER)
         HookRegistry.register(f"{target}.apply", packed.apply, HookType.AROUND)
+        target = "sglang.srt.layers.quantization.unquant.UnquantizedEmbeddingMethod.process_weights_after_loading"
+        HookRegistry.register(target, packed.outdate, HookType.AFTER)
+        target = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
+        HookRegistry.register(target, packed.head, HookType.AROUND)
 
 
 def _register_attention() -> None:

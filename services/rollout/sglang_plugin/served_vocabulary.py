@@ -7,11 +7,28 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from services.rollout.sglang_plugin.packed_linear import lay_out, product, supported
 from specroll_core.heads import ProposalVocabulary
 from specroll_core.vocabulary import FrequentTokens
 
 # Rounds between two choices of tokens: copying the rows of a few thousand takes as long as a thousandth of them.
 _ROUNDS = 128
+
+
+class PackedVocabulary(ProposalVocabulary):
+    """Its rows laid out for the products: on a CPU in bfloat16 they take half as long."""
+
+    def __init__(self, lm_head: Tensor, ids: Tensor) -> None:
+        super().__init__(lm_head, ids)
+        self._packed = lay_out(self.weight)
+
+    def refresh(self, lm_head: Tensor) -> None:
+        super().refresh(lm_head)
+        self._packed = lay_out(self.weight)
+
+    def logits(self, z: Tensor) -> Tensor:
+        B, K, H = z.shape
+        return product(z.reshape(B * K, H).to(torch.bfloat16), self._packed).view(B, K, -1)
 
 
 class ServedVocabulary:
@@ -59,4 +76,6 @@ class ServedVocabulary:
             self._unseen = []
         ids = self._frequent.ids()
         if self._current is None or self._current.ids is None or not torch.equal(ids, self._current.ids):
-            self._current = ProposalVocabulary(self._lm_head(), ids)
+            weight = self._lm_head()
+            packs = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and supported()
+            self._current = (PackedVocabulary if packs else ProposalVocabulary)(weight, ids)

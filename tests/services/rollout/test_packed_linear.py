@@ -10,6 +10,7 @@ import torch
 from services.config import EngineConfig
 from services.rollout.engine import RolloutEngine
 from services.rollout.sglang_plugin.packed_linear import PackedLinear, supported
+from services.rollout.sglang_plugin.served_vocabulary import PackedVocabulary
 from tests.services.rollout.test_engine import PROMPTS, forced_logits, load, sample
 
 pytestmark = pytest.mark.skipif(not supported(), reason="this processor has no bfloat16 products")
@@ -52,6 +53,42 @@ def test_what_sglang_lays_out_itself_is_left_alone():
         packed.pack(None, None, layer)
         x = torch.randn(2, 4).bfloat16()
         assert packed.apply(lambda *call: call, None, layer, x) == (None, layer, x, None)
+
+
+class Unquantized:
+    """Stands in for SGLang's method of an embedding, by name."""
+
+
+Unquantized.__name__ = "UnquantizedEmbeddingMethod"
+
+
+def test_an_lm_head_follows_its_weights():
+    torch.manual_seed(0)
+    packed = PackedLinear()
+    processor = SimpleNamespace(use_fp32_lm_head=False, rl_on_policy_target=None)
+    head = SimpleNamespace(weight=torch.randn(70, 48).bfloat16(), quant_method=Unquantized())
+    for _ in range(2):
+        x = torch.randn(5, 48).bfloat16()
+        got = packed.head(refuse, processor, x, head, None)
+        torch.testing.assert_close(got.double(), x.double() @ head.weight.double().T, rtol=2**-7, atol=1e-2)
+        head.weight.data.copy_(torch.randn(70, 48))
+        packed.outdate(None, None, head)
+    for processor_, x_, head_ in (
+        (SimpleNamespace(use_fp32_lm_head=True, rl_on_policy_target=None), x, head),
+        (processor, x.float(), head),
+        (processor, x, SimpleNamespace(weight=head.weight, quant_method=object())),
+        (processor, x, SimpleNamespace(weight=head.weight.float(), quant_method=Unquantized())),
+    ):
+        assert packed.head(lambda *call: call, processor_, x_, head_, None) == (processor_, x_, head_, None)
+
+
+def test_proposals_are_ranked_by_the_same_products():
+    torch.manual_seed(0)
+    lm_head, z = torch.randn(90, 48).bfloat16(), torch.randn(2, 3, 48).bfloat16()
+    ids = torch.arange(0, 90, 2)
+    got = PackedVocabulary(lm_head, ids).logits(z)
+    assert got.shape == (2, 3, 45)
+    torch.testing.assert_close(got.double(), z.double() @ lm_head[ids].double().T, rtol=2**-7, atol=1e-2)
 
 
 @pytest.mark.engine
