@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specroll_core import law
 from specroll_core.contracts import SamplingParams
 from specroll_core.law import (
     LawParams,
@@ -204,6 +205,14 @@ def test_sample_never_returns_a_token_of_probability_zero(vocab: int) -> None:
             assert int(got[3]) == support[-1]
 
 
+@pytest.fixture(params=[True, False], ids=["copied", "in place"])
+def _either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short laws on a CPU are copied, others are not."""
+    if not request.param:
+        monkeypatch.setattr(law, "_COPIED", 0)
+
+
+@pytest.mark.usefixtures("_either_way")
 @pytest.mark.parametrize("vocab", [8, 2000])
 def test_draws_outside_a_set_follow_the_renormalised_law(vocab: int) -> None:
     g = torch.Generator().manual_seed(7)
@@ -220,6 +229,7 @@ def test_draws_outside_a_set_follow_the_renormalised_law(vocab: int) -> None:
         assert int(got[i]) == int((q.cumsum(-1) <= u[i] * q.sum()).sum())
 
 
+@pytest.mark.usefixtures("_either_way")
 def test_a_set_that_holds_all_of_the_law_leaves_no_mass() -> None:
     laws = torch.zeros(1, 1000)
     laws[0, [3, 700]] = torch.tensor([0.7, 0.3])
