@@ -158,7 +158,9 @@ async def measure(phases: Phases, heads: WorkerHeads, move: Callable[[], Awaitab
 
 async def stand_still(phases: Phases, metrics: Path) -> dict:
     """Stationary traffic until the end. metrics: the watcher's records."""
-    traffic, swaps, turns = phases.traffic, (await phases.state()).swaps, []
+    traffic, turns = phases.traffic, []
+    await phases.until("heads", lambda state: state.version > 0)
+    swaps = (await phases.state()).swaps
     for turn in itertools.count():
         temperature = (0.6, 1.0)[turn % 2]
         traffic.law = replace(traffic.law, temperature=temperature)

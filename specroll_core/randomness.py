@@ -17,6 +17,9 @@ from torch import Tensor
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, odd, as int64
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+_WORD = 2**64 - 1
+# So many numbers take as long either way, about 0.1 ms.
+_FEW = 128
 
 
 class Stream(IntEnum):
@@ -37,13 +40,37 @@ def uniforms(seeds: Tensor, rounds: Tensor, stream: Stream, count: int) -> Tenso
 def uniforms_at(seeds: Tensor, rounds: Tensor, streams: Sequence[Stream], counts: Sequence[int]) -> tuple[Tensor, ...]:
     """`uniforms` of R rounds and streams of each seed in one pass: R tensors [B, counts[r]].
 
-    rounds: [B, R] int64; streams, counts: R each.
+    rounds: [B, R] int64; streams, counts: R each. A few numbers are computed in Python, which takes less than the forty
+    operations on tensors.
     """
+    if seeds.device.type == "cpu" and len(seeds) * sum(counts) <= _FEW:
+        return _few_uniforms(seeds.tolist(), rounds.tolist(), streams, counts)
     offsets, columns, steps = _layout(tuple(map(int, streams)), tuple(counts), seeds.device)
     key = _mix(_mix(_mix(seeds)[:, None] + rounds) + offsets)
     bits = _mix(key[:, columns] + steps)
     numbers = _shift(bits, 11).to(torch.float64) * 2.0**-53
     return torch.split(numbers, list(counts), dim=1)
+
+
+def _few_uniforms(
+    seeds: Sequence[int], rounds: Sequence[Sequence[int]], streams: Sequence[Stream], counts: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """The same numbers in Python's integers, modulo 2^64."""
+    found: list[list[float]] = []
+    for seed, its_rounds in zip(seeds, rounds, strict=True):
+        mixed, row = _mix_integer(seed), []
+        for number, stream, count in zip(its_rounds, streams, counts, strict=True):
+            key = _mix_integer(_mix_integer(mixed + number) + stream)
+            row += [(_mix_integer(key + i * _GOLDEN) >> 11) * 2.0**-53 for i in range(1, count + 1)]
+        found.append(row)
+    return torch.split(torch.tensor(found, dtype=torch.float64), list(counts), dim=1)
+
+
+def _mix_integer(z: int) -> int:
+    z = (z + _GOLDEN) & _WORD
+    z = ((z ^ (z >> 30)) * _MIX_1) & _WORD
+    z = ((z ^ (z >> 27)) * _MIX_2) & _WORD
+    return z ^ (z >> 31)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
-from specroll_core.randomness import Stream, _mix, uniforms
+from specroll_core import randomness
+from specroll_core.randomness import Stream, _mix, uniforms, uniforms_at
 
 
 def splitmix64(z: int) -> int:
@@ -17,6 +19,17 @@ def test_the_mixing_is_splitmix64() -> None:
     values = [0, 1, -1, 2**62, -(2**63), 1234567]
     got = _mix(torch.tensor(values)).tolist()
     assert [g % 2**64 for g in got] == [splitmix64(v % 2**64) for v in values]
+
+
+def test_few_numbers_are_the_same_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = torch.tensor([0, -1, 2**62, -(2**63), 77])
+    rounds = torch.tensor([[0, 5, 2**40], [1, 2, 3], [9, 9, 9], [0, 0, 0], [123, 4, -1]])
+    asked = (seeds, rounds, (Stream.TREE, Stream.VERIFY, Stream.VERIFY), (7, 2, 1))
+    few = uniforms_at(*asked)
+    monkeypatch.setattr(randomness, "_FEW", 0)
+    many = uniforms_at(*asked)
+    assert [x.shape for x in few] == [(5, 7), (5, 2), (5, 1)]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype == torch.float64 for a, b in zip(few, many, strict=True))
 
 
 def test_rows_do_not_depend_on_their_batch() -> None:

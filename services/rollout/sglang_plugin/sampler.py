@@ -19,6 +19,8 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from specroll_core.law import LawParams, final_probs, sample
 from specroll_core.randomness import Stream, uniforms
 
+# On a `SamplingBatchInfo`: its temperatures, and the law that was made when they were there.
+_LAW = "specroll_law"
 # Of each of SGLang's penalizers: what it applies to the logits, [B, V], and the requests' strengths, [B, 1].
 _PENALTY_FIELDS = {
     "BatchedFrequencyPenalizer": ("cumulated_frequency_penalties", "frequency_penalties"),
@@ -84,7 +86,18 @@ class LawSampler(Sampler):
 
 
 def law_params(info: SamplingBatchInfo) -> LawParams:
-    """The rows' law as SGLang carries it: temperature 0 arrives as top_k 1, an absent top_k as a huge one."""
+    """The rows' law as SGLang carries it: temperature 0 arrives as top_k 1, an absent top_k as a huge one.
+
+    Kept beside the tensors that it was made of: SGLang makes new ones whenever requests join or leave.
+    """
+    made_of, params = getattr(info, _LAW, (None, None))
+    if params is None or made_of is not info.temperatures:
+        params = _law_params(info)
+        setattr(info, _LAW, (info.temperatures, params))
+    return params
+
+
+def _law_params(info: SamplingBatchInfo) -> LawParams:
     greedy = info.top_ks <= 1
     temperatures = info.temperatures.view(-1)
     on_cpu = temperatures.device.type == "cpu"
