@@ -31,9 +31,6 @@ from services.rollout.engine import RolloutEngine
 # A window of the slowest machine that anybody would wait for.
 _CELL_SECONDS = 3600.0
 _HF_TOKENS = 64
-# The arm whose widths make the bound: what a run does where it is measured, else heads.
-_BOUND_ARMS = ("speculation", "heads", "heads-target-match", "memory", "lookup")
-
 # A pipe has no width of its own, and a table that is cut says nothing.
 _PIPE_WIDTH = 132
 
@@ -147,14 +144,13 @@ class _Setting:
 
 def _run(runner: asyncio.Runner, bench: Bench, options: BenchOptions, result: BenchResult) -> None:
     curves: list[Curve] = []
-    curve_of = next((arm for arm in _BOUND_ARMS if arm in options.arms), None)
     for temperature in options.temperatures:
         for concurrency in options.concurrency:
-            arms = runner.run(asyncio.wait_for(bench.arms(concurrency, temperature), _CELL_SECONDS))
+            cell = bench.cell(concurrency, temperature)
+            arms, curve = runner.run(asyncio.wait_for(cell, _CELL_SECONDS))
             result.arms.extend(arms)
-            if options.widths and curve_of is not None:
-                curve = bench.curve(concurrency, temperature, curve_of)
-                curves.append(runner.run(asyncio.wait_for(curve, _CELL_SECONDS)))
+            if curve is not None:
+                curves.append(curve)
     result.bounds.extend(bounds_of(curves))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 
 from services.bench.load import Load, Window
 from services.bench.options import ARMS, PLAIN, BenchOptions
@@ -38,13 +39,15 @@ class Bench:
     def windows(self) -> int:
         """How many there are in all."""
         o = self._options
-        curve = 1 + len(o.widths) if o.widths else 0
-        return len(o.temperatures) * len(o.concurrency) * (o.rounds * len(o.arms) + curve)
+        curve = 1 + len(o.widths) if o.widths and o.curve_of else 0
+        return len(o.temperatures) * len(o.concurrency) * o.rounds * (len(o.arms) + curve)
 
-    async def arms(self, concurrency: int, temperature: float) -> list[ArmResult]:
-        """Each arm in each round, in an order that moves on by one every round."""
+    async def cell(self, concurrency: int, temperature: float) -> tuple[list[ArmResult], Curve | None]:
+        """Each arm and each width of the curve in each round, in an order that moves on by one every round: a machine that
+        is slower for a while is so for all."""
         taken: dict[str, list[Window]] = {arm: [] for arm in self._options.arms}
         names = list(self._options.arms)
+        seen: dict[int, list[Window]] = {}
         for number in range(self._options.rounds):
             turn = number % len(names)
             for arm in names[turn:] + names[:turn]:
@@ -53,18 +56,22 @@ class Bench:
                     override = replace(override, nodes=1 + self._options.nodes)
                 window = await self._window(concurrency, temperature, override, self._options.seconds, number)
                 taken[arm].append(window)
-        return [_result(arm, concurrency, temperature, windows, taken[PLAIN]) for arm, windows in taken.items()]
+            await self._curve_round(concurrency, temperature, number, seen)
+        results = [_result(arm, concurrency, temperature, windows, taken[PLAIN]) for arm, windows in taken.items()]
+        return results, Curve(concurrency, temperature, {n: _point(w) for n, w in seen.items()}) if seen else None
 
-    async def curve(self, concurrency: int, temperature: float, arm: str) -> Curve:
-        """The curve of `arm` over the widths, plain decoding among them."""
-        points = {}
+    async def _curve_round(
+        self, concurrency: int, temperature: float, number: int, seen: dict[int, list[Window]]
+    ) -> None:
+        """A window of each width, plain decoding among them."""
+        arm = self._options.curve_of
+        if arm is None or not self._options.widths:
+            return
         for width in (0, *self._options.widths):
             override = replace(ARMS[arm], nodes=1 + width)
             seconds = self._options.seconds * _CURVE_SHARE
-            window = await self._window(concurrency, temperature, override, seconds, width)
-            stats = window.stats
-            points[width] = (stats.emitted, stats.requests, stats.forward_seconds / max(1, stats.rounds))
-        return Curve(concurrency, temperature, points)
+            window = await self._window(concurrency, temperature, override, seconds, number)
+            seen.setdefault(width, []).append(window)
 
     async def _window(
         self, concurrency: int, temperature: float, override: SpeculationOverride, seconds: float, seed: int
@@ -86,6 +93,13 @@ class Bench:
         self._done += 1
         self._progress(self._done, self.windows)
         return window
+
+
+def _point(windows: Sequence[Window]) -> tuple[int, int, float]:
+    """Tokens, requests times steps, and the median window's forward seconds of a step."""
+    stats = [window.stats for window in windows]
+    seconds = median(s.forward_seconds / max(1, s.rounds) for s in stats)
+    return sum(s.emitted for s in stats), sum(s.requests for s in stats), seconds
 
 
 def _result(

@@ -22,6 +22,7 @@ ARMS: dict[str, SpeculationOverride] = {
 BASELINE = "heads-lookup"
 ABLATED = ("lookup", "memory", "heads-target-match", "heads", BASELINE, "speculation")
 ABLATED_NODES = (4, 8, 16)
+_BOUND_ARMS = ("speculation", "heads", "heads-target-match", "memory", "lookup")
 DEFAULT_ARMS = (PLAIN, "lookup", "heads-target-match", "heads", "speculation")
 
 
@@ -66,6 +67,11 @@ class BenchOptions:
             raise ValueError("--ablate measures no time: leave --learner, --hf and --plot out.")
         if self.nodes is not None and self.nodes < 1:
             raise ValueError("--nodes must be at least 1.")
+
+    @property
+    def curve_of(self) -> str | None:
+        """The arm whose widths make the bound: what a run does where it is measured, else heads."""
+        return next((arm for arm in _BOUND_ARMS if arm in self.arms), None)
 
     @property
     def largest_tree(self) -> int:
