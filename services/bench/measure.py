@@ -43,8 +43,10 @@ class Bench:
         return len(o.temperatures) * len(o.concurrency) * o.rounds * (len(o.arms) + curve)
 
     async def cell(self, concurrency: int, temperature: float) -> tuple[list[ArmResult], Curve | None]:
-        """Each arm in each round, in an order that moves on by one every round, and then each width of the curve: a machine
-        that is slower for a while is so for all."""
+        """Each arm in each round, in an order that moves on by one every round, and then each width of the curve.
+
+        So a machine that is slower for a while is so for all of them.
+        """
         taken: dict[str, list[Window]] = {arm: [] for arm in self._options.arms}
         names = list(self._options.arms)
         seen: dict[int, list[Window]] = {}
