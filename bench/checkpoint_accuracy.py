@@ -1,6 +1,6 @@
 """Accuracy of a policy directory on a configuration's held-out prompts, with nothing but `transformers`.
 
-    python bench/checkpoint_accuracy.py examples/quickstart.toml RUN/checkpoints/step_000030/policy
+    python bench/checkpoint_accuracy.py examples/quickstart.toml RUN/checkpoints/step_000040/policy
 
 Checks the last line of a run's report from outside: no engine, no learner, plain `generate` in a process of its own.
 """
