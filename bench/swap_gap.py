@@ -33,7 +33,7 @@ from specroll_core.contracts import SamplingParams
 
 
 class Streams:
-    """`concurrency` requests in flight, and when each of them last said something."""
+    """Requests one after the other, in as many tasks as call `run`, and the longest wait of any for its next token."""
 
     def __init__(self, engine: RolloutEngine, prompts: Sequence[Sequence[int]], law: SamplingParams) -> None:
         self._engine, self._law = engine, law
@@ -105,12 +105,12 @@ def main() -> None:
     directory = fetch_model(config.model.source)
     prompts = load_prompts(config.data, load_tokenizer(directory), config.run.seed)
     longest = max(len(prompts.train[i].ids) for i in prompts.order(0))
-    room = options.concurrency * (longest + config.sampling.max_new_tokens + 64)
+    context = longest + config.sampling.max_new_tokens + 64
     engine = RolloutEngine.start(
         config=EngineConfig(
             threads=options.threads,
-            context_length=longest + config.sampling.max_new_tokens + 64,
-            max_total_tokens=room,
+            context_length=context,
+            max_total_tokens=options.concurrency * context,
             max_running_requests=options.concurrency,
             speculation=SpeculationConfig(enabled=True),
         ),

@@ -62,11 +62,11 @@ def main() -> None:
         "watcher.max_rows=1000000",
         *options.overrides,
     ]
-    config = load_config(options.config, settings)
     asked = load_config(options.config, options.overrides)
     if options.train_for_ever:
         train_for_ever(asked, options.out)
         return
+    config = load_config(options.config, settings)
     options.out.mkdir(parents=True, exist_ok=True)
     save_rows(asked, options.out)
     run = subprocess.Popen(

@@ -155,6 +155,7 @@ def _accept_wrongly(
     # Far digits of the draw: as good as a number of its own, and no other draw changes because of the fault.
     unlucky = (draw * 2.0**24).frac() < probability
     wrong = may & children.any(-1) & ~hit.any(-1) & unlucky
-    last = torch.where(children, torch.arange(children.shape[1], device=y.device), -1).argmax(-1, keepdim=True)
+    places = torch.arange(children.shape[1], device=y.device)
+    last = torch.where(children, places, -1).argmax(-1, keepdim=True)
     y = torch.where(wrong, tokens.gather(1, last).squeeze(1), y)
-    return y, hit | (wrong[:, None] & children & (torch.arange(children.shape[1], device=y.device) == last))
+    return y, hit | (wrong[:, None] & children & (places == last))

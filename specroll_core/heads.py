@@ -151,7 +151,11 @@ class ProposalVocabulary:
     def logits(self, z: Tensor) -> Tensor:
         """z: [B, K, H]. Returns [B, K, M] in the LM head's type, as one product over all B K states."""
         B, K, H = z.shape
-        return F.linear(z.reshape(B * K, H).to(self.weight.dtype), self.weight).view(B, K, -1)
+        return self._product(z.reshape(B * K, H).to(self.weight.dtype)).view(B, K, -1)
+
+    def _product(self, states: Tensor) -> Tensor:
+        """states: [n, H] in the LM head's type. Returns [n, M]."""
+        return F.linear(states, self.weight)
 
     def to_token(self, index: Tensor) -> Tensor:
         """Token ids of columns."""

@@ -81,8 +81,7 @@ def decode(toy: ToyLanguage, setting: Setting, length: int, draws: int, seed: in
     With the walk made for a GPU: a hundred thousand rows at once are what it is good at, and `test_verify.py` shows
     that the other one decides the same. Returns their numbers in the order of `sequence_law` [draws], the summed
     reported log-probabilities [draws], and tokens per round. Without path proposers one tree is grown per distinct
-    prefix and copied, with
-    fresh draws for its sampled children: the shape cannot depend on them.
+    prefix and copied, with fresh draws for its sampled children: the shape cannot depend on them.
     """
     g = torch.Generator().manual_seed(seed)
     emitted = torch.zeros(draws, length, dtype=torch.int64)

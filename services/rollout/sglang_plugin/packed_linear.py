@@ -44,7 +44,7 @@ class PackedLinear:
         weight = layer.weight
         if weight.dim() != 2 or getattr(layer, "use_intel_amx_backend", False):
             return  # not a matrix, or laid out by SGLang's own kernels
-        if self._may_hold(layer):
+        if self._reserve(layer):
             setattr(layer, _PACKED, lay_out(weight))
 
     @staticmethod
@@ -70,14 +70,16 @@ class PackedLinear:
             and processor.rl_on_policy_target is None
             and hidden.dtype == torch.bfloat16
         )
-        if not plain or (getattr(lm_head, _PACKED, None) is None and not self._may_hold(lm_head)):
+        packed = getattr(lm_head, _PACKED, None) if plain else None
+        if plain and packed is None and self._reserve(lm_head):
+            packed = lay_out(lm_head.weight)
+            setattr(lm_head, _PACKED, packed)
+        if packed is None:
             return original(processor, hidden, lm_head, embedding_bias, **kwargs)
-        if getattr(lm_head, _PACKED, None) is None:
-            setattr(lm_head, _PACKED, lay_out(lm_head.weight))
-        return product(hidden, getattr(lm_head, _PACKED))
+        return product(hidden, packed)
 
-    def _may_hold(self, layer) -> bool:
-        """Whether a layer's weights are of the kind, and small enough, to be kept a second time."""
+    def _reserve(self, layer) -> bool:
+        """Makes room for a layer's weights a second time. Whether they are of the kind, and small enough."""
         if hasattr(layer, _PACKED):
             return True  # as before
         weight = layer.weight

@@ -26,9 +26,8 @@ class PackedVocabulary(ProposalVocabulary):
         super().refresh(lm_head)
         self._packed = lay_out(self.weight)
 
-    def logits(self, z: Tensor) -> Tensor:
-        B, K, H = z.shape
-        return product(z.reshape(B * K, H).to(torch.bfloat16), self._packed).view(B, K, -1)
+    def _product(self, states: Tensor) -> Tensor:
+        return product(states, self._packed)
 
 
 class ServedVocabulary:
