@@ -1,10 +1,11 @@
-"""Shares one machine's processors between an engine and a learner."""
+"""What this machine has: processors to share between an engine and a learner, memory, and a place for what is kept."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 # malloc.h: M_MMAP_THRESHOLD (at most 32 MB), M_TRIM_THRESHOLD and M_TOP_PAD.
 _MALLOC_SETTINGS = ((-3, 2**25), (-1, 2**30), (-2, 2**26))
@@ -17,6 +18,11 @@ def cores() -> list[int]:
 
 def half_of_the_cores() -> int:
     return max(1, len(cores()) // 2)
+
+
+def cache_directory() -> Path:
+    """`$SPECROLL_CACHE`, or `~/.cache/specroll` where the variable is not set."""
+    return Path(os.environ.get("SPECROLL_CACHE") or Path.home() / ".cache" / "specroll").expanduser()
 
 
 def limit_threads(threads: int, cpus: Sequence[int]) -> None:

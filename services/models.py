@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import subprocess
@@ -19,6 +18,8 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from services.machine import cache_directory
 
 BUNDLED = "bundled"
 BUNDLED_NAME = "SmolLM2-135M-Instruct"
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 def default_cache_dir() -> Path:
     """`$SPECROLL_CACHE/models`, or `~/.cache/specroll/models` where the variable is not set."""
-    return Path(os.environ.get("SPECROLL_CACHE") or Path.home() / ".cache" / "specroll").expanduser() / "models"
+    return cache_directory() / "models"
 
 
 def fetch_model(source: str, cache_dir: Path | None = None) -> Path:

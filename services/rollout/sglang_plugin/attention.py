@@ -1,7 +1,9 @@
-"""Attention on a CPU in plain PyTorch: prefill, decode, and verification of trees.
+"""Attention on a CPU: prefill, decode, and verification of trees.
 
-SGLang's `torch_native` backend loops over requests, copies keys and values once per query head of a group,
-recomputes the queries of the cached prefix on every extend, and knows no tree masks. Here:
+Decode and verification, few queries over many keys, run in `native_attention.py` where that could be compiled.
+Prefill, and all else, runs in plain PyTorch. SGLang's `torch_native` backend loops over requests, copies keys and
+values once per query head of a group, recomputes the queries of the cached prefix on every extend, and knows no tree
+masks. Here:
 
 - the query heads that share a key head become rows of one attention problem, so nothing is copied per head;
 - which slots each request reads, and its mask, are found once per forward, not once per layer;
@@ -20,6 +22,8 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from services.rollout.sglang_plugin.native_attention import Queries, fits, load
 
 # Keys and values of one chunk, both together: past the cache a gather costs more than a loop.
 _CHUNK_BYTES = 1 << 22
@@ -84,14 +88,20 @@ class TorchTreeAttention(TorchNativeAttnBackend):
         self.chunks: list[Chunk] = []
         self.dtype = model_runner.dtype
         pool = self.token_to_kv_pool
+        self.queries: Queries | None = None  # of a forward that the compiled function does
+        plain = pool.store_dtype == self.dtype and fits(self.dtype, pool.head_dim, pool.v_head_dim)
+        self.native = load() if plain else None
         slot_bytes = 2 * pool.head_num * pool.head_dim * pool.store_dtype.itemsize
         self.chunk_keys = max(1, _CHUNK_BYTES // slot_bytes)
 
     def init_forward_metadata(self, forward_batch) -> None:
         super().init_forward_metadata(forward_batch)
         mode = forward_batch.forward_mode
-        self.chunks = []
+        self.chunks, self.queries = [], None
         if mode.is_idle():
+            return
+        if self.native is not None and (mode.is_target_verify() or mode.is_decode()):
+            self.queries = queries_of(forward_batch)
             return
         table = self.req_to_token_pool.req_to_token
         requests = forward_batch.req_pool_indices.tolist()
@@ -123,13 +133,13 @@ class TorchTreeAttention(TorchNativeAttnBackend):
         if save_kv_cache and k is not None:
             location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
-        return attend(
-            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
-            self.chunks,
-            layer.scaling,
-        )
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        if self.native is not None and self.queries is not None:
+            table = self.req_to_token_pool.req_to_token
+            return self.native.attend(q, keys, values, table, self.queries, layer.scaling)
+        return attend(q, keys, values, self.chunks, layer.scaling)
 
 
 def _plain(layer) -> bool:
@@ -141,6 +151,32 @@ def _plain(layer) -> bool:
         and (window is None or window <= -1)
         and not layer.logit_cap
     )
+
+
+def queries_of(forward_batch) -> Queries:
+    """Of a decode or of a verification, whose batch has the requests' lengths before the tree."""
+    lengths = forward_batch.seq_lens.to(torch.int64)
+    requests = forward_batch.req_pool_indices.to(torch.int64)
+    if not forward_batch.forward_mode.is_target_verify():
+        return Queries(requests, lengths, 1)
+    spec = forward_batch.spec_info
+    trees = trees_of(spec.custom_mask, lengths.tolist(), spec.draft_token_num)
+    return Queries(requests, lengths, spec.draft_token_num, trees.contiguous())
+
+
+def trees_of(mask: Tensor, lengths: list[int], nodes: int) -> Tensor:
+    """[requests, nodes, nodes] bool, True where a node sees another one.
+
+    mask: bool, either of this size, or SGLang's full form: for each request [nodes, length + nodes], all flattened one
+    after the other.
+    """
+    b = len(lengths)
+    if mask.numel() == b * nodes * nodes:
+        return mask.view(b, nodes, nodes)
+    sizes = [nodes * (length + nodes) for length in lengths]
+    assert sum(sizes) == mask.numel(), "the mask is neither of the trees nor of the whole sequences"
+    parts = zip(mask.split(sizes), lengths, strict=True)
+    return torch.stack([part.view(nodes, length + nodes)[:, length:] for part, length in parts])
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, chunks: list[Chunk], scale: float) -> Tensor:
@@ -209,20 +245,9 @@ def plan_verify(
 ) -> list[Chunk]:
     """`nodes` queries per request: each sees the `lengths[r]` keys before the tree, and its ancestors.
 
-    tree_mask: bool, True where a node sees another one. Either [requests, nodes, nodes], the tree alone, or
-    SGLang's full form: for each request [nodes, length + nodes], all flattened one after the other.
+    tree_mask: as `trees_of` takes it.
     """
-    b = len(requests)
-    if tree_mask.numel() == b * nodes * nodes:
-        trees = tree_mask.view(b, nodes, nodes)
-    else:
-        parts, at = [], 0
-        for length in lengths:
-            size = nodes * (length + nodes)
-            parts.append(tree_mask[at : at + size].view(nodes, length + nodes)[:, length:])
-            at += size
-        assert at == tree_mask.numel(), "the mask is neither of the trees nor of the whole sequences"
-        trees = torch.stack(parts)
+    trees = trees_of(tree_mask, lengths, nodes)
     return _plan(table, requests, [length + nodes for length in lengths], nodes, trees, dtype, chunk_keys)
 
 

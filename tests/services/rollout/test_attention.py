@@ -8,41 +8,11 @@ import pytest
 import torch
 
 from services.rollout.sglang_plugin.attention import attend, plan_decode, plan_extend, plan_verify
+from tests.paged_pool import CONTEXT, HEADS, make_pool, naive_attention, random_trees, seen_in_trees
 
-SLOTS, CONTEXT, HEADS, KEY_HEADS, DIM = 600, 128, 6, 2, 16
+DIM = 16
 SCALE = DIM**-0.5
 CHUNK_SIZES = [1, 90, 10_000]
-
-
-def make_pool(lengths, seed=0):
-    """A pool of random keys and values, and a slot table whose unused part points past the pool."""
-    generator = torch.Generator().manual_seed(seed)
-    keys = torch.randn(SLOTS, KEY_HEADS, DIM, generator=generator)
-    values = torch.randn(SLOTS, KEY_HEADS, DIM, generator=generator)
-    requests = [5, 2, 7, 0, 3][: len(lengths)]
-    free = torch.randperm(SLOTS, generator=generator)
-    table = torch.full((8, CONTEXT), 10**6, dtype=torch.int32)
-    for request, length in zip(requests, lengths, strict=True):
-        table[request, :length] = free[:length].int()
-        free = free[length:]
-    return keys, values, table, requests, generator
-
-
-def naive(q, keys, values, table, requests, seen):
-    """seen[r]: [queries, keys] bool. Softmax in float64, one query and head at a time."""
-    out, at = torch.zeros(q.shape[0], HEADS * DIM, dtype=torch.float64), 0
-    for request, visible in zip(requests, seen, strict=True):
-        for row in visible:
-            slots = [int(s) for s, see in zip(table[request].tolist(), row.tolist(), strict=False) if see]
-            for h in range(HEADS):
-                k, v = (
-                    keys[slots, h // (HEADS // KEY_HEADS)].double(),
-                    values[slots, h // (HEADS // KEY_HEADS)].double(),
-                )
-                weights = torch.softmax(k @ q[at, h].double() * SCALE, 0)
-                out[at, h * DIM : (h + 1) * DIM] = weights @ v
-            at += 1
-    return out
 
 
 def assert_attends(q, keys, values, chunks, expected, dtype=torch.float32):
@@ -54,59 +24,45 @@ def assert_attends(q, keys, values, chunks, expected, dtype=torch.float32):
 @pytest.mark.parametrize("chunk_keys", CHUNK_SIZES)
 @pytest.mark.parametrize("lengths", [[1], [40], [17, 17, 17], [33, 2, 90, 41, 40]])
 def test_decode_sees_every_key_of_its_request(lengths, chunk_keys):
-    keys, values, table, requests, generator = make_pool(lengths)
+    keys, values, table, requests, generator = make_pool(lengths, DIM)
     q = torch.randn(len(lengths), HEADS, DIM, generator=generator)
     seen = [torch.ones(1, length, dtype=torch.bool) for length in lengths]
     chunks = plan_decode(table, requests, lengths, torch.float32, chunk_keys)
-    assert_attends(q, keys, values, chunks, naive(q, keys, values, table, requests, seen))
+    assert_attends(q, keys, values, chunks, naive_attention(q, keys, values, table, requests, seen))
 
 
 @pytest.mark.parametrize(("lengths", "prefixes"), [([1], [0]), ([90, 70, 12], [0, 69, 4]), ([100, 128, 3], [10, 0, 0])])
 def test_extend_is_causal_after_the_prefix(lengths, prefixes):
-    keys, values, table, requests, generator = make_pool(lengths)
+    keys, values, table, requests, generator = make_pool(lengths, DIM)
     seen = [
         torch.ones(length - prefix, length, dtype=torch.bool).tril(prefix)
         for length, prefix in zip(lengths, prefixes, strict=True)
     ]
     q = torch.randn(sum(len(s) for s in seen), HEADS, DIM, generator=generator)
     chunks = plan_extend(table, requests, lengths, prefixes, torch.float32)
-    assert_attends(q, keys, values, chunks, naive(q, keys, values, table, requests, seen))
-
-
-def random_trees(count, nodes, generator):
-    trees = torch.zeros(count, nodes, nodes, dtype=torch.bool)
-    for tree in trees:
-        for node in range(nodes):
-            if node:
-                parent = int(torch.randint(0, node, (1,), generator=generator))
-                tree[node] = tree[parent]
-            tree[node, node] = True
-    return trees
+    assert_attends(q, keys, values, chunks, naive_attention(q, keys, values, table, requests, seen))
 
 
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("chunk_keys", CHUNK_SIZES)
 @pytest.mark.parametrize(("lengths", "nodes"), [([9], 1), ([30, 30], 5), ([33, 2, 90, 41, 40], 8)])
 def test_verify_sees_the_prefix_and_the_ancestors(lengths, nodes, chunk_keys, full):
-    keys, values, table, requests, generator = make_pool([length + nodes for length in lengths])
+    keys, values, table, requests, generator = make_pool([length + nodes for length in lengths], DIM)
     trees = random_trees(len(lengths), nodes, generator)
-    seen = [
-        torch.cat([torch.ones(nodes, length, dtype=torch.bool), tree], 1)
-        for length, tree in zip(lengths, trees, strict=True)
-    ]
+    seen = seen_in_trees(lengths, trees)
     mask = torch.cat([s.flatten() for s in seen]) if full else trees.flatten()
     q = torch.randn(len(lengths) * nodes, HEADS, DIM, generator=generator)
     chunks = plan_verify(table, requests, lengths, nodes, mask, torch.float32, chunk_keys)
-    assert_attends(q, keys, values, chunks, naive(q, keys, values, table, requests, seen))
+    assert_attends(q, keys, values, chunks, naive_attention(q, keys, values, table, requests, seen))
 
 
 def test_bfloat16_is_close_to_the_exact_result():
     lengths, nodes = [50, 20], 6
-    keys, values, table, requests, generator = make_pool([length + nodes for length in lengths])
+    keys, values, table, requests, generator = make_pool([length + nodes for length in lengths], DIM)
     trees = random_trees(2, nodes, generator)
     q = torch.randn(2 * nodes, HEADS, DIM, generator=generator)
-    seen = [torch.cat([torch.ones(nodes, n, dtype=torch.bool), t], 1) for n, t in zip(lengths, trees, strict=True)]
-    expected = naive(q, keys, values, table, requests, seen)
+    seen = seen_in_trees(lengths, trees)
+    expected = naive_attention(q, keys, values, table, requests, seen)
     chunks = plan_verify(table, requests, lengths, nodes, trees.flatten(), torch.bfloat16, 10_000)
     assert_attends(q, keys, values, chunks, expected, torch.bfloat16)
 
