@@ -1,9 +1,11 @@
-"""Times our CPU attention against SGLang's `torch_native`, both in turn on the same pool.
+"""Times our CPU attention against SGLang's `torch_native`, all in turn on the same pool.
 
 python bench/attention.py [--threads 1] [--dtype bfloat16] [--chunk-bytes ...]
 
-One line per case: microseconds of a layer for both, medians of alternating repetitions, and their ratio. The
-plan, which is made once per forward, is timed on its own. Shapes are SmolLM2-135M's: 9 query heads, 3 key heads.
+One line per case: microseconds of a layer, medians of alternating repetitions, and how many times as long
+`torch_native` takes as what serves: the compiled function where there is one, our PyTorch code elsewhere. A plan, made
+once per forward for the latter, is timed on its own. "tree" is a chain of nodes, the one shape of tree that
+`torch_native` can do: as an extend. Shapes are SmolLM2-135M's: 9 query heads, 3 key heads.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from services.rollout.sglang_plugin import attention as ours
+from services.rollout.sglang_plugin.native_attention import Queries, load
 
 HEADS, KEY_HEADS, DIM = 9, 3, 64
 SLOTS = 40_000
 SCALE = DIM**-0.5
+# Queries of a request up to which they may be a tree's nodes.
+MOST_NODES = 32
 
 
 class Case:
@@ -46,6 +51,11 @@ class Case:
         self.rows = torch.arange(requests)
         self.seq_lens = torch.tensor(self.lengths)
         self.chunks = self.plan()
+        self.compiled = load() if queries <= min(MOST_NODES, length - 1) else None
+        trees = torch.ones(queries, queries, dtype=torch.bool).tril().expand(requests, -1, -1).contiguous()
+        self.of_compiled = Queries(self.rows, self.seq_lens - queries, queries, trees)
+        if queries == 1:
+            self.of_compiled = Queries(self.rows, self.seq_lens, 1)
 
     def plan(self) -> list[ours.Chunk]:
         requests = self.rows.tolist()
@@ -56,6 +66,9 @@ class Case:
 
     def run_ours(self) -> torch.Tensor:
         return ours.attend(self.q, self.keys, self.values, self.chunks, SCALE)
+
+    def run_compiled(self) -> torch.Tensor:
+        return self.compiled.attend(self.q, self.keys, self.values, self.table, self.of_compiled, SCALE)
 
     def run_native(self) -> torch.Tensor:
         backend = TorchNativeAttnBackend.__new__(TorchNativeAttnBackend)
@@ -94,17 +107,23 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
     cases = [(b, length, 1) for length in (128, 512) for b in (1, 2, 4, 8, 16, 32)]
+    cases += [(b, 250 + n, n) for n in (5, 9, 17) for b in (1, 2, 4, 8)]
     cases += [(b, n, n) for n in (16, 128) for b in (1, 4, 32)] + [(1, 1024, 1024)]
-    cases += [(b, 256 + n, n) for n in (8, 64, 128) for b in (1, 4, 32)]
-    print("kind      requests  keys  queries      ours us   torch_native us   ratio   plan us   max diff")
+    cases += [(b, 256 + n, n) for n in (64, 128) for b in (1, 4, 32)]
+    print("kind     requests  keys  queries  compiled us  PyTorch us  torch_native us   ratio  plan us  max diff")
     for requests, length, queries in cases:
         case = Case(requests, length, queries, dtype, args.chunk_bytes)
-        diff = (case.run_ours().view_as(case.out) - case.run_native()).abs().max().item()
-        mine, native, plan = alternate([case.run_ours, case.run_native, case.plan], args.seconds)
-        kind = "decode" if queries == 1 else "prefill" if queries == length else "extend"
+        runs = [case.run_ours, case.run_native, case.plan]
+        if case.compiled is not None:
+            runs.append(case.run_compiled)
+        diff = max(
+            (run().view_as(case.out) - case.run_native()).abs().max().item() for run in (case.run_ours, *runs[3:])
+        )
+        mine, native, plan, *compiled = alternate(runs, args.seconds)
+        kind = "decode" if queries == 1 else "prefill" if queries == length else "tree" if compiled else "extend"
         print(
-            f"{kind:8} {requests:9} {length:5} {queries:8} {mine:12.0f} {native:17.0f} {native / mine:7.2f} "
-            f"{plan:9.0f} {diff:10.1e}",
+            f"{kind:8} {requests:8} {length:5} {queries:8} {compiled[0] if compiled else float('nan'):12.0f} "
+            f"{mine:11.0f} {native:16.0f} {native / (compiled[0] if compiled else mine):7.2f} {plan:8.0f} {diff:9.1e}",
             flush=True,
         )
 

@@ -1,10 +1,12 @@
 """What a swap of heads does to the requests in flight: the longest wait for a token, with a swap and without.
 
-    python -m bench.swap_gap CONFIG.toml --heads DIRECTORY [--concurrency 32] [--pairs 20] [--seconds 3]
+    python -m bench.swap_gap CONFIG.toml --heads DIRECTORY [--concurrency 32] [--pairs 60] [--seconds 0.5]
 
-A closed loop keeps so many streams in flight. Windows with a swap in their middle, prepared and committed as the
-watcher does it, and windows without one take turns; of each the longest time between two messages of any stream counts.
-Both versions are copies of the same heads, so that nothing else changes.
+A closed loop keeps so many streams in flight. Windows that begin with a swap, prepared and committed as the watcher
+does it, and windows of the same length without one take turns, with a pause after each; of each the longest time
+between two messages of any stream counts. A window is as long as its swap takes and `--seconds` more: in a longer one
+the prefills of new requests, which everyone waits for, would hide what a swap does. Both versions are copies of the
+same heads, so that nothing else changes.
 """
 
 from __future__ import annotations
@@ -61,17 +63,21 @@ async def measure(engine: RolloutEngine, artifacts: Sequence[Artifact], streams:
     commits: list[float] = []
     try:
         await asyncio.sleep(10)
+        lasted = options.seconds
         for number in range(2 * options.pairs):
-            kind = "with" if number % 2 else "without"
-            streams.longest = 0.0
-            await asyncio.sleep(options.seconds / 2)
+            kind = "without" if number % 2 else "with"
+            await asyncio.sleep(options.seconds)
+            streams.longest, began = 0.0, time.perf_counter()
             if kind == "with":
                 artifact = next(versions)
                 await engine.heads.prepare(artifact.path, artifact.version, artifact.digest)
                 commits.append((await engine.heads.commit(artifact.version, artifact.digest)).commit_seconds)
-            await asyncio.sleep(options.seconds / 2)
+                await asyncio.sleep(options.seconds)
+                lasted = time.perf_counter() - began
+            else:
+                await asyncio.sleep(lasted)
             gaps[kind].append(streams.longest)
-            sys.stderr.write(f"window {number + 1}, {kind}: {1e3 * streams.longest:.0f} ms\n")
+            sys.stderr.write(f"window {number + 1}, {kind}, {lasted:.2f} s: {1e3 * streams.longest:.0f} ms\n")
             for task in tasks:
                 if task.done():
                     task.result()
@@ -97,8 +103,8 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--heads", type=Path, required=True)
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     config = load_config(options.config, [])
