@@ -87,6 +87,35 @@ class Scorer(Protocol):
         ...
 
 
+class _Counts:
+    """Hits and trials by cell, once as a tensor for whole batches of candidates and once as lists for single ones, of
+    which a tensor's element takes as long to read as all else. What is credited is few numbers, so lists lead."""
+
+    def __init__(self, cells: int) -> None:
+        self.both = torch.zeros(2, cells, dtype=torch.float64)
+        self._rows = self.both.numpy()  # the same storage
+        self.hits, self.trials = [0.0] * cells, [0.0] * cells
+
+    def set(self, hits: Tensor, trials: Tensor) -> None:
+        self.both[0], self.both[1] = hits, trials
+        self.hits, self.trials = self.both.tolist()
+
+    def add(self, cells: Tensor, hits: Tensor, trials: Tensor | None) -> None:
+        """cells, hits, trials: [n], None for 1 each. Entries with a negative cell or a hit of NaN are left out."""
+        weights = [1.0] * len(cells) if trials is None else trials.tolist()
+        credited = set()
+        for cell, hit, trial in zip(cells.tolist(), hits.tolist(), weights, strict=True):
+            if cell >= 0 and not math.isnan(hit):
+                self.hits[cell] += hit
+                self.trials[cell] += trial
+                credited.add(cell)
+        for cell in credited:
+            if self.trials[cell] > _WINDOW:
+                self.hits[cell] *= _WINDOW / self.trials[cell]
+                self.trials[cell] = _WINDOW
+            self._rows[:, cell] = self.hits[cell], self.trials[cell]
+
+
 class CountTableScorer:
     """The count table and its prior. Not thread-safe: one per worker, updated between steps.
 
@@ -100,11 +129,7 @@ class CountTableScorer:
             raise ValueError("tail_share must lie between 0 and 1.")
         self._power = [1 / t for t in temperatures]
         self._tail_share = tail_share
-        self.counts = torch.zeros(2, CELLS, dtype=torch.float64)
-        self.tail_counts = torch.zeros(2, TAIL_CELLS, dtype=torch.float64)
-        # The counts once more as lists, for single candidates: reading a tensor's element takes as long as all else.
-        self._lists: tuple[list[float], list[float]] | None = None
-        self._tail_lists: tuple[list[float], list[float]] | None = None
+        self._candidates, self._tails = _Counts(CELLS), _Counts(TAIL_CELLS)
         self._constants: dict[tuple[int, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
 
     @classmethod
@@ -113,10 +138,20 @@ class CountTableScorer:
         scorer = cls()
         data = torch.tensor(list(zlib.decompress(base64.b85decode(TABLE))), dtype=torch.float64)
         candidates, tails = data.split([2 * CELLS, 2 * TAIL_CELLS])
-        for counts, table in ((scorer.counts, candidates), (scorer.tail_counts, tails)):
+        for counts, table in ((scorer._candidates, candidates), (scorer._tails, tails)):
             rate, trials = table.view(2, -1)
-            counts[0], counts[1] = rate / 255 * trials, trials
+            counts.set(rate / 255 * trials, trials)
         return scorer
+
+    @property
+    def counts(self) -> Tensor:
+        """[2, CELLS] float64: hits and trials of deterministic children."""
+        return self._candidates.both
+
+    @property
+    def tail_counts(self) -> Tensor:
+        """[2, TAIL_CELLS] float64: of sampled ones, accepted and remaining probability."""
+        return self._tails.both
 
     def score_depths(self, log_q: Tensor) -> tuple[Tensor, Tensor]:
         edges, powers, bases = self._by_depth(log_q.shape[1], log_q.device)
@@ -128,7 +163,7 @@ class CountTableScorer:
 
     def score(self, log_q: float, memory: float, order: int, depth: int) -> Score:
         # Called for every candidate of a memory: tables instead of searches, and no check in making the tuple.
-        hits, trials = self._lists or self._refresh()
+        table = self._candidates
         cell = (
             bisect_right(LOG_Q_EDGES, log_q) * LOG_Q_STRIDE
             + bisect_right(MEMORY_EDGES, memory) * MEMORY_STRIDE
@@ -138,7 +173,7 @@ class CountTableScorer:
         powers = self._power
         from_head = math.exp(log_q * (powers[depth - 1] if depth <= len(powers) else powers[-1]))
         prior = 1 - (1 - (from_head if from_head < 0.9 else 0.9)) * (1 - 0.6 * memory)
-        c = (hits[cell] + _PRIOR_TRIALS * prior) / (trials[cell] + _PRIOR_TRIALS)
+        c = (table.hits[cell] + _PRIOR_TRIALS * prior) / (table.trials[cell] + _PRIOR_TRIALS)
         return tuple.__new__(Score, (c, cell))
 
     def _by_depth(self, depths: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,62 +189,32 @@ class CountTableScorer:
             )
         return made
 
-    def _refresh(self) -> tuple[list[float], list[float]]:
-        hits, trials = self.counts.tolist()
-        self._lists = hits, trials
-        return self._lists
-
     def tail(self, depth: int, mass: float, remainder: float) -> Score:
-        if self._tail_lists is None:
-            hits, trials = self.tail_counts.tolist()
-            self._tail_lists = hits, trials
         cell = _depth_bin(depth) * (len(TAIL_MASS_EDGES) + 1) + bisect_right(TAIL_MASS_EDGES, mass)
-        hits, trials = self._tail_lists
-        share = (hits[cell] + _PRIOR_TRIALS * self._tail_share) / (trials[cell] + _PRIOR_TRIALS)
+        table = self._tails
+        share = (table.hits[cell] + _PRIOR_TRIALS * self._tail_share) / (table.trials[cell] + _PRIOR_TRIALS)
         return Score(max(0.0, remainder) * min(1.0, share), cell)
 
     def update(self, cells: Tensor, probabilities: Tensor) -> None:
         """Credits deterministic children whose parent was emitted.
 
         cells: [n] int64; probabilities: [n], the target's probability of each, which is the hit rate without
-        the noise of one draw. Entries with a negative cell are left out.
+        the noise of one draw. Entries with a negative cell or a probability of NaN are left out.
         """
-        known = cells >= 0
-        cells, probabilities = cells[known], probabilities[known]
-        _add(self.counts, cells, probabilities, torch.ones_like(probabilities))
-        _follow(self._lists, self.counts, cells)
+        self._candidates.add(cells, probabilities, None)
 
     def update_tails(self, cells: Tensor, accepted: Tensor, remainder: Tensor) -> None:
         """Credits sampled children whose parent was emitted.
 
         cells: [n] int64; accepted: [n], the exact probability that the draw was accepted; remainder: [n],
-        the target's mass outside the deterministic siblings.
+        the target's mass outside the deterministic siblings. Left out are the same entries as there.
         """
-        known = cells >= 0
-        cells = cells[known]
-        _add(self.tail_counts, cells, accepted[known], remainder[known])
-        _follow(self._tail_lists, self.tail_counts, cells)
+        self._tails.add(cells, accepted, remainder)
 
     def halve(self) -> None:
         """Halves the evidence: the heads have changed and old counts are only a guess."""
-        self.counts *= 0.5
-        self.tail_counts *= 0.5
-        self._lists = self._tail_lists = None
-
-
-def _add(counts: Tensor, cells: Tensor, hits: Tensor, trials: Tensor) -> None:
-    cells = cells.to(counts.device)
-    counts[0].index_add_(0, cells, hits.to(counts.device, counts.dtype))
-    counts[1].index_add_(0, cells, trials.to(counts.device, counts.dtype))
-    counts *= (_WINDOW / counts[1].clamp_min(_WINDOW))[None]
-
-
-def _follow(lists: tuple[list[float], list[float]] | None, counts: Tensor, cells: Tensor) -> None:
-    """Writes what has become of some cells into the lists. Forgetting touches none but those that were credited."""
-    if lists is not None:
-        hits, trials = counts[:, cells.to(counts.device)].tolist()
-        for cell, hit, trial in zip(cells.tolist(), hits, trials, strict=True):
-            lists[0][cell], lists[1][cell] = hit, trial
+        for counts in (self._candidates, self._tails):
+            counts.set(*(counts.both / 2))
 
 
 def _depth_bin(depth: int) -> int:

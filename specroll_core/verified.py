@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from specroll_core.proposal import DepthLaws
@@ -46,6 +47,18 @@ class Verified:
     def last_nodes(self) -> Tensor:
         """[B] int64: the node at which the pending token was decided, whose hidden state precedes it."""
         return self.nodes.gather(1, self.lengths[:, None] - 1).squeeze(1)
+
+    def walked_first(self, count: int, on_host: bool | None = None) -> Tensor:
+        """[B, count] int64: of each request the nodes of its walk, then its others, both in ascending order.
+
+        on_host: as Python's numbers, so few that a tensor operation takes longer; None where they lie on a CPU.
+        """
+        if on_host if on_host is not None else self.nodes.device.type == "cpu":
+            walks = [[node for node in walk if node >= 0] for walk in self.nodes.tolist()]
+            return torch.tensor([walk + [n for n in range(count) if n not in walk] for walk in walks])
+        walked = torch.zeros(len(self.nodes), count, dtype=torch.bool, device=self.nodes.device)
+        walked.scatter_(1, self.nodes.clamp_min(0), True)  # every walk holds node 0
+        return walked.logical_not().sort(dim=1, stable=True).indices
 
 
 def subtract(p: Tensor, q: Tensor, laws: DepthLaws) -> Tensor:

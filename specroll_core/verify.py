@@ -67,11 +67,11 @@ def verify(
 
 def credit(scorer: CountTableScorer, tree: DraftTree, verified: Verified) -> None:
     """Tells the scorer what the target thought of the children of visited nodes."""
-    seen = ~verified.child_probs.isnan()
-    scorer.update(tree.cells[seen], verified.child_probs[seen])
+    scorer.update(tree.cells.flatten(), verified.child_probs.flatten())
     if tree.any_sampled:
-        seen = ~verified.slot_accept.isnan()
-        scorer.update_tails(tree.tail_cells[seen], verified.slot_accept[seen], verified.slot_remainder[seen])
+        scorer.update_tails(
+            tree.tail_cells.flatten(), verified.slot_accept.flatten(), verified.slot_remainder.flatten()
+        )
 
 
 def slot_law(tree: DraftTree, children: Tensor, slots: Tensor, q: Tensor, token: Tensor) -> Tensor:

@@ -106,3 +106,16 @@ def test_the_shipped_prior_is_worth_few_trials_and_ranks_candidates_as_they_are(
     cell = scorer.score(-0.1, 0.9, 5, 1).cell
     scorer.update(torch.full((1000,), cell), torch.zeros(1000))
     assert scorer.score(-0.1, 0.9, 5, 1).c < 0.1
+
+
+def test_what_nobody_visited_is_not_credited():
+    scorer, expected = CountTableScorer(), CountTableScorer()
+    nan = float("nan")
+    scorer.update(torch.tensor([3, 5, -1, 3]), torch.tensor([0.25, nan, 1.0, 0.5]))
+    scorer.update_tails(torch.tensor([2, 4]), torch.tensor([nan, 0.5]), torch.tensor([nan, 0.75]))
+    expected.update(torch.tensor([3, 3]), torch.tensor([0.25, 0.5]))
+    expected.update_tails(torch.tensor([4]), torch.tensor([0.5]), torch.tensor([0.75]))
+    assert scorer.counts.equal(expected.counts)
+    assert scorer.tail_counts.equal(expected.tail_counts)
+    assert scorer.counts[:, 3].tolist() == [0.75, 2.0]
+    assert scorer.tail_counts[:, 4].tolist() == [0.5, 0.75]

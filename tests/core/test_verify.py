@@ -15,6 +15,7 @@ from specroll_core.law import final_logprobs
 from specroll_core.proposal import PathCandidate
 from specroll_core.scorer import CountTableScorer, Score
 from specroll_core.tree import DraftTree, plain_tree
+from specroll_core.verified import Verified
 from specroll_core.verify import credit, verify
 from tests.core.toy import Setting, ToyLanguage, copy_rows, decode, grow, one_law
 
@@ -307,3 +308,15 @@ def test_a_planted_bias_takes_the_last_child_so_often_and_leaves_greedy_requests
     greedy = one_law({"temperature": 0.0}, rows)
     found = verify(tree, logits, greedy, uniforms, planted_bias=bias, on_host=False)
     assert found.tokens[:, 0].unique().numel() == 1
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_the_nodes_of_a_walk_come_before_the_others(on_host):
+    walks = [[0, 2, 5], [0, -1, -1], [0, 1, -1]]
+    nothing = torch.zeros(3, 3)
+    verified = Verified(
+        nothing, nothing, torch.tensor([3, 1, 2]), torch.tensor(walks), child_probs=nothing, slot_accept=nothing,
+        slot_remainder=nothing,
+    )  # fmt: skip
+    expected = [[0, 2, 5, 1, 3, 4], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
+    assert verified.walked_first(6, on_host).tolist() == expected

@@ -370,9 +370,7 @@ class SpeculativeWorker(BaseSpecWorker):
         behind the kept ones is written anew. Nodes have larger numbers than their parents, so the order among the
         walk's nodes is that of their numbers.
         """
-        walked = torch.zeros_like(locations, dtype=torch.bool)
-        walked.scatter_(1, verified.nodes.clamp_min(0), True)  # every walk holds node 0
-        order = walked.logical_not().sort(dim=1, stable=True).indices
+        order = verified.walked_first(locations.shape[1])
         table = self.req_to_token_pool.req_to_token
         columns = lengths[:, None] + torch.arange(locations.shape[1], device=self.device)
         table[rows[:, None], columns] = locations.gather(1, order).to(table.dtype)
