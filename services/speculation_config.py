@@ -22,8 +22,9 @@ class SpeculationConfig(Section):
     too, by "path" with matches that begin inside the draft, by "suffix" with the emitted tokens alone. siblings:
     completions of one group learn from each other. table: from other prompts' recent rollouts as well.
     correction: moves the heads' states by what verification has shown, of one "trajectory" or of its "group"; on top of
-    the memory it has not been seen to help. gate: a part of these that proposes worse than its absence is
-    switched off, and on again once it would help.
+    the memory it has not been seen to help. correction_form: "whitened" steps that depend on the place or, to compare
+    with, a "bias" that does not, or "credit", the form of SpecRoll's authors. gate: a part of these that proposes worse
+    than its absence is switched off, and on again once it would help.
     planted_bias: makes verification wrong on purpose, so that tests of losslessness can be seen to fail: the
     probability of accepting a draft that was to be rejected. `specroll train` and its services refuse it.
     """
@@ -39,6 +40,7 @@ class SpeculationConfig(Section):
     siblings: bool = True
     table: bool = False
     correction: Literal["off", "trajectory", "group"] = "off"
+    correction_form: Literal["whitened", "bias", "credit"] = "whitened"
     gate: bool = True
     planted_bias: float = Field(0.0, ge=0, le=1)
 

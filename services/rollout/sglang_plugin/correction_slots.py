@@ -6,18 +6,19 @@ retraction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from services.config import SpeculationConfig
 from services.rollout.sglang_plugin.directions_maker import DirectionsMaker
 from services.rollout.sglang_plugin.overrides import override_of
 from services.rollout.sglang_plugin.served_vocabulary import ServedVocabulary
+from specroll_core.bias_correction import BiasCorrection
 from specroll_core.correction import CorrectionOptions, FastWeights
 from specroll_core.corrector import Corrector
+from specroll_core.credit_correction import CreditCorrection
 from specroll_core.heads import ProposalVocabulary
 from specroll_core.live_correction import Corrected, Learner, LiveCorrection
 from specroll_core.seen_laws import Laws
@@ -45,15 +46,23 @@ class Proposed:
 
 
 class CorrectionSlots:
-    """One per worker. requests: that can run at once."""
+    """One per worker."""
 
-    def __init__(self, config: SpeculationConfig, requests: int, hidden_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        requests: int,
+        lm_head: Callable[[], Tensor],
+    ) -> None:
+        """requests: that can run at once. lm_head: returns the [V, H] weights as they are now."""
         modes = {"off": None, "trajectory": CORRECTION, "group": CORRECTION_GROUP}
         self._default: str | None = modes[config.correction]
         self._options = CorrectionOptions()
         self._requests = requests
-        self._hidden_size = hidden_size
-        self._device = device
+        self._form = config.correction_form
+        self._lm_head = lm_head
+        self._hidden_size = lm_head().shape[1]
+        self._device = lm_head().device
         self._maker: DirectionsMaker | None = None
         self.live: LiveCorrection | None = None
 
@@ -77,19 +86,14 @@ class CorrectionSlots:
         if not rows:
             return None
         z, hidden, embedded = states
-        if self._maker is None:
-            self._maker = DirectionsMaker(self._hidden_size, self._device, self._options)
-        self._maker.see(hidden, embedded)
-        made = self._maker.current(columns, served)
-        if made is None:
+        if self._form == "credit":
+            if self.live is None:
+                # A vector and a margin for each head.
+                slots = self._slots(2 * z.shape[1])
+                self._allocate(CreditCorrection(slots, z.shape[1], self._hidden_size, self._rows), slots, z.shape[1])
+        elif not self._directed(z.shape[1], hidden, embedded, columns, served):
             return None
-        directions, features = made
-        if self.live is None:
-            slots = self._slots(z.shape[1], features.size)
-            corrector: Corrector = FastWeights(slots, z.shape[1], directions, features, self._options)
-            self.live = LiveCorrection(corrector, slots, z.shape[1], self._device)
-        if isinstance(self.live.corrector, FastWeights):
-            self.live.corrector.directions = directions
+        assert self.live is not None
         return self.live.correct([self._learner(requests[row], row) for row in rows], z, hidden, embedded)
 
     def note(self, proposed: Proposed, tree: DraftTree) -> None:
@@ -121,9 +125,40 @@ class CorrectionSlots:
         group = override_of(request).get("group") if self.wanted(request) == CORRECTION_GROUP else None
         return Learner(row, request.rid, group)
 
-    def _slots(self, heads: int, features: int) -> int:
-        each = heads * self._hidden_size * features * 4
-        return max(1, min(self._requests, _MOST_BYTES // each))
+    def _directed(
+        self, heads: int, hidden: Tensor, embedded: Tensor, columns: ProposalVocabulary, served: ServedVocabulary
+    ) -> bool:
+        """Takes in the directions that are ready; False before there are any."""
+        if self._maker is None:
+            self._maker = DirectionsMaker(self._hidden_size, self._device, self._options)
+        self._maker.see(hidden, embedded)
+        made = self._maker.current(columns, served)
+        if made is None:
+            return False
+        directions, features = made
+        if self.live is None:
+            corrector: FastWeights | BiasCorrection
+            if self._form == "bias":
+                slots = self._slots(heads)
+                corrector = BiasCorrection(slots, heads, directions)
+            else:
+                slots = self._slots(heads * features.size)
+                corrector = FastWeights(slots, heads, directions, features, self._options)
+            self._allocate(corrector, slots, heads)
+        assert self.live is not None
+        if isinstance(self.live.corrector, FastWeights | BiasCorrection):
+            self.live.corrector.directions = directions
+        return True
+
+    def _allocate(self, corrector: Corrector, slots: int, heads: int) -> None:
+        self.live = LiveCorrection(corrector, slots, heads, self._device)
+
+    def _slots(self, vectors: int) -> int:
+        """How many there are, with so many vectors of a state's size in each."""
+        return max(1, min(self._requests, _MOST_BYTES // (vectors * self._hidden_size * 4)))
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        return self._lm_head()[tokens]
 
 
 def finish(requests: Sequence) -> None:

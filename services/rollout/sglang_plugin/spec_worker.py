@@ -113,7 +113,7 @@ class SpeculativeWorker(BaseSpecWorker):
             seeds = heads.vocabulary
             self.proposer = HeadProposer(self.model_runner.model, heads, self.model_runner.dtype, self.device)
         self.vocabulary = ServedVocabulary(self._lm_head, self.config.vocabulary, seeds)
-        self.correction = CorrectionSlots(self.config, rows, model.hidden_size, self.device)
+        self.correction = CorrectionSlots(self.config, rows, self._lm_head)
         self.proposals = RoundProposals(self.config, self.scorer, self.vocabulary, self.reflex, self.correction)
         self.lazy_logits = LazyLogits(self.model_runner.model.logits_processor)
 
