@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -62,4 +63,6 @@ class Directions:
     def combine(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """sum_c weights[n, c] D_tokens[n, c], [n, H] float32. Tokens without a direction add nothing."""
         at = self.row_of(tokens)
-        return torch.einsum("nc,nch->nh", torch.where(at >= 0, weights.float(), 0.0), self.rows[at.clamp_min(0)])
+        kept = torch.where(at >= 0, weights.float(), 0.0)
+        # A gather of all rows first would take most of a step's learning.
+        return F.embedding_bag(at.clamp_min(0), self.rows, per_sample_weights=kept, mode="sum")

@@ -106,7 +106,7 @@ def decode(
         live.note(corrected, done[active], params.temperature, proposal.tokens, proposal.log_q.exp(), tree)
         prefixes = toy.node_prefixes(tree, prefix[active])
         every = torch.ones(rows, dtype=torch.bool)
-        seen = SeenLaws(lambda r, n, at=prefixes: toy.logits(at[r, n]), params.temperature, every, vocabulary)
+        seen = SeenLaws(lambda r, n, at=prefixes: toy.logits(at[r, n]), params, every, vocabulary)
         walk = torch.rand(rows, tree.depth + 1, 2, dtype=torch.float64, generator=g)
         verified = verify(tree, seen, params, walk, proposal.laws, on_host=on_host)
         live.learn(corrected, done[active], seen.laws(verified))
@@ -263,11 +263,12 @@ def test_who_finds_no_slot_goes_without_until_one_is_idle() -> None:
     assert play(live, [(second, 0)], lm_head)[0] is not None
 
 
-def test_laws_are_those_of_the_verified_positions() -> None:
+@pytest.mark.parametrize("law", [{"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}])
+def test_laws_are_those_of_the_verified_positions(law: dict[str, float]) -> None:
     """Of wanted requests, in order, with either walk; probabilities are the law's before filters."""
     toy = ToyLanguage(vocab=5, seed=4)
     g = torch.Generator().manual_seed(0)
-    rows, law = 60, {"temperature": 0.7, "top_p": 0.9}
+    rows = 60
     params, prefix = one_law(law, rows), torch.arange(60) % 7
     vocabulary = ProposalVocabulary(torch.zeros(5, 1), torch.tensor([0, 2, 3]))
     proposal = propose_from_logits(toy.drafter[prefix][..., [0, 2, 3]], params, vocabulary)
@@ -275,7 +276,7 @@ def test_laws_are_those_of_the_verified_positions() -> None:
     prefixes = toy.node_prefixes(tree, prefix)
     wanted, walk = torch.arange(rows) % 3 > 0, torch.rand(rows, tree.depth + 1, 2, dtype=torch.float64, generator=g)
     for on_host in (True, False):
-        seen = SeenLaws(lambda r, n: toy.logits(prefixes[r, n]), params.temperature, wanted, vocabulary)
+        seen = SeenLaws(lambda r, n: toy.logits(prefixes[r, n]), params, wanted, vocabulary)
         verified = verify(tree, seen, params, walk, proposal.laws, on_host=on_host)
         laws, found = seen.laws(verified), []
         for row, ahead, tokens, p in zip(
@@ -283,7 +284,7 @@ def test_laws_are_those_of_the_verified_positions() -> None:
         ):
             found.append((row, ahead))
             at = toy.logits(prefixes[row, int(verified.nodes[row, ahead - 1])][None])
-            exact = final_logprobs(at, one_law({"temperature": 0.7}, 1))[0].exp()
+            exact = final_logprobs(at, one_law({"temperature": law["temperature"] or 1.0}, 1))[0].exp()
             assert sorted(tokens) == [0, 2, 3]
             torch.testing.assert_close(torch.tensor(p), exact[torch.tensor(tokens)])
         assert found == [(r, i + 1) for r in range(rows) if r % 3 for i in range(int(verified.lengths[r]))]

@@ -125,8 +125,7 @@ class RoundProposals:
             return law
         wanted = torch.zeros_like(params.temperature, dtype=torch.bool)
         wanted[self._corrected.of.rows] = True
-        temperature = params.without_greedy().temperature
-        self._seen = SeenLaws(law, temperature, wanted, self._corrected.columns)
+        self._seen = SeenLaws(law, params, wanted, self._corrected.columns)
         return self._seen
 
     def learn(self, verified: Verified) -> None:
