@@ -10,9 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, model_validator
 
+from services.config_section import Section
 from services.rollout.sglang_plugin import CPU_ATTENTION_BACKEND, TREE_ATTENTION_BACKENDS
+from services.speculation_config import SpeculationConfig
 from specroll_core.contracts import SamplingParams
 
 # Of its context length SGLang gives two tokens less to prompt and completion: a completion that asks for them would
@@ -20,10 +22,6 @@ from specroll_core.contracts import SamplingParams
 RESERVED_TOKENS = 2
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -97,40 +95,6 @@ class RewardConfig(Section):
     workers: int = Field(1, ge=1, le=64)
     timeout_seconds: float = Field(5.0, gt=0)
     retries: int = Field(1, ge=0)
-
-
-class SpeculationConfig(Section):
-    """Speculative decoding with future-token heads. It changes how fast tokens come, never their law.
-
-    heads: a file of heads; without one every step is a plain one. nodes: tokens verified per request and step, the
-    pending one included; 0 lets measured times and acceptance decide, up to max_nodes. rule: "sampled_child" accepts
-    more at temperatures near 1, "target_match" makes a seed decide the tokens whatever was drafted (requests that
-    bring a seed of their own always get it). peak_tokens: tokens per step that the machine is taken to compute
-    without slowing down until that is measured; 512 on a large GPU. vocabulary: tokens that heads may propose, those
-    that rollouts use most, so that ranking them is cheap; 0 for all. memory: what a trajectory said before proposes
-    too, by "path" with matches that begin inside the draft, by "suffix" with the emitted tokens alone. siblings:
-    completions of one group learn from each other. table: from other prompts' recent rollouts as well.
-    planted_bias: makes verification wrong on purpose, so that tests of losslessness can be seen to fail: the
-    probability of accepting a draft that was to be rejected. `specroll train` and its services refuse it.
-    """
-
-    enabled: bool = False
-    heads: Path | None = None
-    rule: Literal["sampled_child", "target_match"] = "sampled_child"
-    nodes: int = Field(0, ge=0)
-    max_nodes: int = Field(16, ge=1, le=63)
-    peak_tokens: int = Field(32, ge=1)
-    vocabulary: int = Field(4096, ge=0)
-    memory: Literal["path", "suffix", "off"] = "path"
-    siblings: bool = True
-    table: bool = False
-    planted_bias: float = Field(0.0, ge=0, le=1)
-
-    @model_validator(mode="after")
-    def _nodes_fit(self) -> SpeculationConfig:
-        if self.nodes > self.max_nodes:
-            raise ValueError(f"nodes = {self.nodes} must be at most max_nodes = {self.max_nodes}")
-        return self
 
 
 class EngineConfig(Section):

@@ -5,15 +5,10 @@
 x is a unit vector of features of the round's start, F_k [H, X] starts at 0 with every trajectory, and bound(v, r)
 scales v down to norm r. When a proposed position matures, with the target's law p and the proposed law q,
 
-    F_k += 3 T sum_v (p(v) - q(v)) D_v x'     over the 16 most likely tokens of q and of p.
+    F_k += 3 T sum_v (p(v) - q(v)) D_v x'     over the 16 most likely tokens of q and of p,
 
-D_v are *whitened* rows of the LM head W over the proposal vocabulary. With m the mean row and C the rows' covariance
-under token frequencies f,
-
-    P = (C + 0.1 tr(C) / H I)^-1,    D_v = P (W_v - m) / ((W_v - m)' P (W_v - m)):
-
-one unit along D_v adds one to logit v and little elsewhere. Along plain rows, which share large common directions, the
-same corrections gain nothing. No backpropagation, and no state but F.
+along whitened rows D_v of the LM head (`whitening.py`). Along plain rows the same corrections gain nothing. No
+backpropagation, and no state but F.
 """
 
 from __future__ import annotations
@@ -25,10 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Tokens of a law that a correction looks at.
-TOP = 16
-# Start of a round that was never proposed.
-_NEVER = -(1 << 40)
+from specroll_core.pending import Matured
+from specroll_core.whitening import Directions
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +38,6 @@ class CorrectionOptions:
     def __post_init__(self) -> None:
         if min(self.rate, self.bound, self.whitening) <= 0 or self.components < 1:
             raise ValueError("rate, bound, whitening and components must be positive.")
-
-
-@torch.no_grad()
-def whitened_rows(rows: Tensor, frequency: Tensor, whitening: float = 0.1) -> Tensor:
-    """D [M, H] float32. rows: [M, H], the LM head's rows of the proposal vocabulary; frequency: [M], how often each
-    token occurs in recent rollouts, in any unit. Once per LM head, off the serving path: M H^2 products."""
-    rows = rows.float()
-    share = frequency.to(rows) / frequency.sum()
-    centred = rows - share @ rows
-    covariance = (centred * share[:, None]).T @ centred
-    H = rows.shape[1]
-    covariance += whitening * covariance.trace() / H * torch.eye(H, device=rows.device)
-    directions = torch.linalg.solve(covariance, centred.T).T
-    scale = (directions * centred).sum(-1, keepdim=True).clamp_min(1e-12)
-    whitened: Tensor = directions / scale
-    return whitened
 
 
 class Features:
@@ -95,125 +72,63 @@ class Features:
         return F.normalize(torch.cat(parts, dim=-1), dim=-1)
 
 
-def top_tokens(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """The `TOP` most likely columns [B, ..., C] and their probabilities, of logits [B, ..., M] at temperatures [B]."""
-    scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0).view(-1, *[1] * (logits.dim() - 1))
-    top = scaled.topk(min(TOP, logits.shape[-1]), dim=-1)
-    return top.indices, (top.values - scaled.logsumexp(-1, keepdim=True)).exp()
+def bounded(move: Tensor, z: Tensor, share: float) -> Tensor:
+    """z plus `move` [..., H], scaled down where it is longer than that share of z [..., H]; in z's type."""
+    norm = move.norm(dim=-1, keepdim=True)
+    most = share * z.float().norm(dim=-1, keepdim=True)
+    return z + (move * torch.clamp(most / norm.clamp_min(1e-12), max=1.0)).to(z.dtype)
 
 
 class FastWeights:
-    """F of `slots` trajectories, or of as many groups whose siblings share one.
+    """F of `slots` trajectories, or of as many groups whose siblings share one. A `Corrector`, whose memo is x.
 
     weights: [slots, K, H, X] float32, 0.44 MB per slot for three heads, H = 576 and X = 64, allocated once.
+    directions may be replaced between two steps: F lies in the space of states, whatever it was learned along.
     """
 
+    wants_candidates = False
+
     def __init__(
-        self, slots: int, heads: int, directions: Tensor, features: int, options: CorrectionOptions | None = None
+        self,
+        slots: int,
+        heads: int,
+        directions: Directions,
+        features: Features,
+        options: CorrectionOptions | None = None,
     ) -> None:
-        """directions: [M, H], what `whitened_rows` returned."""
         self.options = options or CorrectionOptions()
         self.directions = directions
-        device, H = directions.device, directions.shape[1]
-        self.weights = torch.zeros(slots, heads, H, features, device=device)
+        self.memo = features.size
+        self._features = features
+        device, H = directions.rows.device, directions.rows.shape[1]
+        self.weights = torch.zeros(slots, heads, H, features.size, device=device)
 
     @property
     def bytes(self) -> int:
         return self.weights.numel() * self.weights.element_size()
 
     def reset(self, slot: int) -> None:
-        """A new trajectory, or none, in this slot."""
         self.weights[slot] = 0
 
-    def correct(self, slots: Tensor, z: Tensor, x: Tensor) -> Tensor:
-        """u [B, K, H] in z's type. slots: [B] int64; z: [B, K, H]; x: [B, X]."""
-        move = torch.einsum("bkhx,bx->bkh", self.weights[slots], x)
-        norm = move.norm(dim=-1, keepdim=True)
-        most = self.options.bound * z.float().norm(dim=-1, keepdim=True)
-        move = move * torch.clamp(most / norm.clamp_min(1e-12), max=1.0)
-        return z + move.to(z.dtype)
+    def halve(self) -> None:
+        self.weights *= 0.5
 
-    def learn(
-        self,
-        slots: Tensor,
-        heads: Tensor,
-        x: Tensor,
-        temperature: Tensor,
-        columns: Tensor,
-        difference: Tensor,
-    ) -> None:
-        """Matured proposals, n at a time; several may be of one slot and head.
+    def correct(self, slots: Tensor, z: Tensor, h: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+        x = self._features(h, e)
+        if self.weights.device.type == "cpu":
+            # Gathering the slots' weights first would take four times as long as the products.
+            flat, (K, H) = self.weights.view(len(self.weights), -1, self.memo), z.shape[1:]
+            move = torch.stack([flat[slot] @ x[i] for i, slot in enumerate(slots.tolist())]).view(-1, K, H)
+        else:
+            move = torch.einsum("bkhx,bx->bkh", self.weights[slots], x)
+        return bounded(move, z, self.options.bound), x
 
-        slots, heads: [n] int64, heads from 0; x: [n, X], of the time of proposal; temperature: [n]; columns: [n, C]
-        int64 of the proposal vocabulary, -1 for none; difference: [n, C], p - q of each.
-        """
-        weight = torch.where(columns >= 0, difference.float(), 0.0) * (self.options.rate * temperature)[:, None]
-        step = torch.einsum("nc,nch->nh", weight, self.directions[columns.clamp_min(0)])
-        self.weights.index_put_((slots, heads), step[:, :, None] * x[:, None, :], accumulate=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Matured:
-    """n proposals whose position has been verified: arguments of `FastWeights.learn`. row: which of the verified
-    positions each one met."""
-
-    row: Tensor
-    heads: Tensor
-    x: Tensor
-    temperature: Tensor
-    columns: Tensor
-    difference: Tensor
-
-
-class PendingProposals:
-    """What was proposed for positions that are not verified yet, per request slot.
-
-    A round advances by a token at least, so after K rounds all K heads' proposals of a round have matured: a ring of K
-    rounds holds everything. Allocated once.
-    """
-
-    def __init__(self, slots: int, heads: int, features: int, device: torch.device | str = "cpu") -> None:
-        self.start = torch.full((slots, heads), _NEVER, dtype=torch.int64, device=device)
-        self.x = torch.zeros(slots, heads, features, device=device)
-        self.temperature = torch.zeros(slots, heads, device=device)
-        self.columns = torch.full((slots, heads, heads, TOP), -1, dtype=torch.int64, device=device)
-        self.q = torch.zeros(slots, heads, heads, TOP, device=device)
-        self._next = torch.zeros(slots, dtype=torch.int64, device=device)
-
-    @property
-    def bytes(self) -> int:
-        tensors = (self.start, self.x, self.temperature, self.columns, self.q, self._next)
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-    def reset(self, slot: int) -> None:
-        """A new trajectory, or none, in this slot."""
-        self.start[slot] = _NEVER
-
-    def push(self, slots: Tensor, start: Tensor, x: Tensor, temperature: Tensor, columns: Tensor, q: Tensor) -> None:
-        """A round of B slots. start: [B] int64, the pending tokens' positions; x: [B, X]; temperature: [B]; columns,
-        q: [B, K, C], the heads' most likely columns and their probabilities, C at most `TOP`."""
-        place = self._next[slots]
-        self.start[slots, place] = start
-        self.x[slots, place] = x
-        self.temperature[slots, place] = temperature
-        self.columns[slots, place] = F.pad(columns, (0, TOP - columns.shape[-1]), value=-1)
-        self.q[slots, place] = F.pad(q.float(), (0, TOP - q.shape[-1]))
-        self._next[slots] = (place + 1) % self.start.shape[1]
-
-    def mature(self, slots: Tensor, positions: Tensor, columns: Tensor, p: Tensor) -> Matured:
-        """Proposals for verified positions: slots, positions: [n]; columns: [n, C], the target's most likely tokens
-        there as columns, -1 outside the proposal vocabulary; p: [n, C] their probabilities.
-
-        A token that only one law has among its most likely ones counts with that law alone.
-        """
-        ahead = positions[:, None] - self.start[slots]  # [n, R]
-        row, place = ((ahead >= 1) & (ahead <= self.start.shape[1])).nonzero(as_tuple=True)
-        slot, head = slots[row], ahead[row, place] - 1
-        return Matured(
-            row=row,
-            heads=head,
-            x=self.x[slot, place],
-            temperature=self.temperature[slot, place],
-            columns=torch.cat([self.columns[slot, place, head], columns[row]], dim=-1),
-            difference=torch.cat([-self.q[slot, place, head], p[row].float()], dim=-1),
-        )
+    def learn(self, slots: Tensor, matured: Matured) -> None:
+        scale = (self.options.rate * matured.temperature)[:, None]
+        step = self.directions.combine(matured.tokens, scale * matured.difference)
+        if self.weights.device.type == "cpu":
+            for i, (slot, head) in enumerate(zip(slots.tolist(), matured.heads.tolist(), strict=True)):
+                self.weights[slot, head].addr_(step[i], matured.memo[i])
+        else:
+            update = step[:, :, None] * matured.memo[:, None, :]
+            self.weights.index_put_((slots, matured.heads), update, accumulate=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from specroll_core.tree import DraftTree
@@ -111,6 +111,11 @@ class PartGate:
             self._decide()
 
     @property
+    def turn(self) -> int:
+        """Number of the last round that was due."""
+        return self._rounds // self.options.every
+
+    @property
     def gain(self) -> float:
         """Mean gain in tokens per step, of recent comparisons; 0 before the first."""
         return self._sums[2] / self._sums[0] if self.comparisons else 0.0
@@ -146,18 +151,18 @@ class Comparisons:
         """depth: tokens to wait for; no tree is deeper."""
         self.gate = gate
         self._depth = depth
-        self._waiting: dict[int, deque[tuple[TreeTrace, TreeTrace, list[int]]]] = {}
+        self._waiting: dict[Hashable, deque[tuple[TreeTrace, TreeTrace, list[int]]]] = {}
 
-    def open(self, slot: int) -> None:
+    def open(self, slot: Hashable) -> None:
         self._waiting.pop(slot, None)
 
-    def add(self, slot: int, with_part: TreeTrace, without: TreeTrace) -> None:
+    def add(self, slot: Hashable, with_part: TreeTrace, without: TreeTrace) -> None:
         """Two trees over the slot's pending token."""
         waiting = self._waiting.setdefault(slot, deque())
         if len(waiting) < _MOST_WAITING:
             waiting.append((with_part, without, []))
 
-    def observe(self, slot: int, tokens: Sequence[int]) -> None:
+    def observe(self, slot: Hashable, tokens: Sequence[int]) -> None:
         """What the slot has emitted behind its pending token, in order."""
         waiting = self._waiting.get(slot)
         if not waiting:
@@ -168,6 +173,6 @@ class Comparisons:
             with_part, without, ahead = waiting.popleft()
             self.gate.record(with_part.accepted(ahead[: self._depth]), without.accepted(ahead[: self._depth]))
 
-    def close(self, slot: int) -> None:
+    def close(self, slot: Hashable) -> None:
         """Drops what still waits: the end of a trajectory would count trees short."""
         self._waiting.pop(slot, None)

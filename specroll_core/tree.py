@@ -88,15 +88,15 @@ def build_tree(
     assert min(budgets) >= 1
     assert max(budgets) <= nodes <= MAX_NODES
     assert uniforms.shape[0] == len(pending) == len(budgets) == proposal.rows
-    growers = _growers(proposal, scorer, options, nodes)
+    grown = growers(proposal, scorer, options, nodes)
     sketches = [Sketch(token, budget) for token, budget in zip(pending, budgets, strict=True)]
-    for grower, sketch in zip(growers, sketches, strict=True):
+    for grower, sketch in zip(grown, sketches, strict=True):
         grower.grow(sketch, 0, range(1, len(sketch)))
     if options.sampled_children and proposal.laws is not None:
-        for row, (grower, sketch) in enumerate(zip(growers, sketches, strict=True)):
+        for row, (grower, sketch) in enumerate(zip(grown, sketches, strict=True)):
             if greedy is None or not greedy[row]:
                 grower.choose_slots(sketch, range(1, len(sketch)))
-        _draw(sketches, growers, proposal, uniforms)
+        _draw(sketches, grown, proposal, uniforms)
     return _assemble(sketches, nodes, proposal.tokens.device)
 
 
@@ -105,7 +105,8 @@ def plain_tree(pending: Sequence[int], device: torch.device | str = "cpu") -> Dr
     return _assemble([Sketch(token, 1) for token in pending], 1, torch.device(device))
 
 
-def _growers(proposal: Proposal, scorer: Scorer, options: TreeOptions, nodes: int) -> list[Grower]:
+def growers(proposal: Proposal, scorer: Scorer, options: TreeOptions, nodes: int) -> list[Grower]:
+    """One for each request of a proposal. nodes: of the largest tree."""
     c, cells = scorer.score_depths(proposal.log_q)
     c, order = c.sort(dim=-1, descending=True, stable=True)
     # A tree of `nodes` cannot use more ranks than it has nodes beside the root.
@@ -113,14 +114,14 @@ def _growers(proposal: Proposal, scorer: Scorer, options: TreeOptions, nodes: in
     tokens, cells, log_q = (x.gather(-1, order) for x in (proposal.tokens, cells, proposal.log_q))
     columns = zip(tokens.tolist(), c.tolist(), cells.tolist(), log_q.tolist(), strict=True)
     law_depth = proposal.laws.depth if proposal.laws is not None else 0
-    growers = []
+    made = []
     for row, by_depth in enumerate(columns):
         lists = [list(zip(*level, strict=True)) for level in zip(*by_depth, strict=True)]
-        growers.append(Grower(lists, scorer, proposal.path(row), law_depth, options))
-    return growers
+        made.append(Grower(lists, scorer, proposal.path(row), law_depth, options))
+    return made
 
 
-def _draw(sketches: list[Sketch], growers: list[Grower], proposal: Proposal, uniforms: Tensor) -> None:
+def _draw(sketches: list[Sketch], grown: list[Grower], proposal: Proposal, uniforms: Tensor) -> None:
     """Draws every slot's token: all at once where nothing below depends on it, else level by level."""
     assert proposal.laws is not None
     drawn: list[set[int]] = [set() for _ in sketches]
@@ -130,7 +131,7 @@ def _draw(sketches: list[Sketch], growers: list[Grower], proposal: Proposal, uni
             slots = [
                 n for n, s in enumerate(sketch.sampled) if s and sketch.parents[n] != UNUSED and n not in drawn[row]
             ]
-            if growers[row].path is not None:
+            if grown[row].path is not None:
                 # What stands below a slot is chosen after its draw: take the outermost ones only.
                 inside: set[int] = set()
                 for slot in slots:
@@ -147,7 +148,7 @@ def _draw(sketches: list[Sketch], growers: list[Grower], proposal: Proposal, uni
         tokens, mass = proposal.laws.draw(where[:, 0], where[:, 2], excluded, uniforms[where[:, 0], where[:, 1]])
         for (row, slot), token, left in zip(wave, tokens.tolist(), mass.tolist(), strict=True):
             drawn[row].add(slot)
-            growers[row].place_draw(sketches[row], slot, token, left)
+            grown[row].place_draw(sketches[row], slot, token, left)
 
 
 def _sibling_tokens(sketch: Sketch, slot: int) -> list[int]:

@@ -38,6 +38,10 @@ class FrequentTokens:
             self._counts *= 0.5
             self._seen = 0
 
+    def counts(self, tokens: Tensor) -> Tensor:
+        """[n] float32, above 0: how often each of some tokens [n] was seen, newer occurrences counting more."""
+        return self._counts[tokens] + 1e-3
+
     def ids(self) -> Tensor:
         """[size] int64, ascending."""
         return self._counts.topk(self.size).indices.sort().values

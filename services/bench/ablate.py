@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from rich.table import Table
 
-from services.bench.options import ABLATED, ARMS, BASELINE
+from services.bench.options import ABLATED, ARMS, BASELINE, WARMED
 from services.bench.result import Interval, gain_of, ratio_of_sums
 from services.rollout.engine import RolloutEngine
 from specroll_core.contracts import SamplingParams
@@ -54,7 +54,8 @@ async def ablate(
     found: list[Acceptance] = []
     # The scorer and the proposals' vocabulary follow what they see: nobody is to meet them fresh, and the order of the
     # arms moves on by one from cell to cell.
-    await _sums(engine, prompts[:_WARM], sampling, max(nodes), "speculation", concurrency, group_size)
+    for arm in WARMED:
+        await _sums(engine, prompts[:_WARM], sampling, max(nodes), arm, concurrency, group_size)
     for turn, (temperature, count) in enumerate(cells):
         law = replace(sampling, temperature=temperature)
         sums: dict[str, list[tuple[float, float]]] = {}

@@ -16,11 +16,30 @@ ARMS: dict[str, SpeculationOverride] = {
     "heads": SpeculationOverride(parts=("heads",), rule="sampled_child"),
     "memory": SpeculationOverride(parts=("memory",)),
     "heads-lookup": SpeculationOverride(parts=("heads", "lookup")),
+    "heads-correction": SpeculationOverride(parts=("heads", "correction")),
+    "heads-correction-group": SpeculationOverride(parts=("heads", "correction-group")),
+    "heads-memory": SpeculationOverride(parts=("heads", "memory")),
+    "heads-memory-correction": SpeculationOverride(parts=("heads", "memory", "correction")),
+    "heads-memory-correction-group": SpeculationOverride(parts=("heads", "memory", "correction-group")),
     "speculation": SpeculationOverride(),
 }
 # What `--ablate` compares, and with what: heads merged with plain suffix matches under the same scorer.
 BASELINE = "heads-lookup"
-ABLATED = ("lookup", "memory", "heads-target-match", "heads", BASELINE, "speculation")
+ABLATED = (
+    "lookup",
+    "memory",
+    "heads-target-match",
+    "heads",
+    "heads-correction",
+    "heads-correction-group",
+    BASELINE,
+    "heads-memory",
+    "heads-memory-correction",
+    "heads-memory-correction-group",
+    "speculation",
+)
+# The correction needs some hundred rounds before it has directions at all.
+WARMED = ("speculation", "heads-correction")
 ABLATED_NODES = (4, 8, 16)
 _BOUND_ARMS = ("speculation", "heads", "heads-target-match", "memory", "lookup")
 DEFAULT_ARMS = (PLAIN, "lookup", "heads-target-match", "heads", "speculation")

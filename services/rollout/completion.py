@@ -22,7 +22,9 @@ class SpeculationOverride:
 
     nodes: verified per step, the pending token included; 1 is plain decoding, None leaves it to the configuration.
     rule: as in the configuration. parts: the proposers to ask, of "heads", "memory" and "lookup" (a plain match of the
-    last tokens, as in prompt lookup); None for the configured ones. Parts that the engine does not have are ignored.
+    last tokens, as in prompt lookup), and "correction" or "correction-group", which correct the heads' states with what
+    this trajectory, or its group, has shown; None for the configured ones, as far as they are not switched off for
+    proposing worse. Parts that the engine does not have are ignored.
     group: equal for completions of one prompt that may learn from each other.
     """
 
@@ -119,6 +121,19 @@ class SpeculationStats:
         self.propose_seconds += propose
         self.forward_seconds += forward
         self.verify_seconds += verify
+
+
+@dataclass(frozen=True, slots=True)
+class PartState:
+    """A part of Reflex and its gate. gain: tokens per step that recent comparisons say it adds, with its standard error
+    (0 before the second). comparisons: so far. switches: how often it was switched off or on again."""
+
+    part: str
+    on: bool
+    gain: float
+    standard_error: float
+    comparisons: int
+    switches: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from services.rollout.completion import (
     CompletionDelta,
     EngineError,
     EngineStatus,
+    PartState,
     PolicyUpdateError,
     SpeculationOverride,
     SpeculationStats,
@@ -37,7 +38,7 @@ from services.rollout.heads_feedback import spans_of
 from services.rollout.heads_file import load_heads
 from services.rollout.policy_check import PolicyShape, check_policy
 from services.rollout.sglang_plugin.heads_names import SPANS_KEY
-from services.rollout.sglang_plugin.spec_report import STATS_KEY, count_rounds, rounds_of
+from services.rollout.sglang_plugin.spec_report import PARTS_KEY, STATS_KEY, count_rounds, rounds_of
 from services.rollout.sglang_plugin.variables import OVERRIDE_KEY
 from specroll_core.contracts import FinishReason, SamplingParams, VersionSpan
 
@@ -168,6 +169,13 @@ class RolloutEngine:
         if not self._config.speculation.enabled:
             return None
         return SpeculationStats(**(await self.internal_state())[STATS_KEY])
+
+    async def speculation_parts(self) -> list[PartState]:
+        """Parts that have a gate, and how these stand; [] where speculation is off."""
+        self._attach()
+        if not self._config.speculation.enabled:
+            return []
+        return [PartState(**part) for part in (await self.internal_state())[PARTS_KEY]]
 
     @property
     def model_dir(self) -> Path:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.rollout.completion import PartState
 from services.rollout.grading import GradingPool
 from services.rollout.group_runner import GroupRunner
 from services.rollout.heads_control import HeadsControl
@@ -27,13 +28,16 @@ class WorkerCollector(Collector):
         grader: GradingPool,
         heads: HeadsControl,
         feedback: FeedbackForwarder | None,
+        parts: list[PartState],
     ) -> None:
+        """parts: as they were last read; its owner writes new ones into the list."""
         self._runner = runner
         self._loop = loop
         self._policy = policy
         self._grader = grader
         self._heads = heads
         self._feedback = feedback
+        self._parts = parts
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("specroll_policy_version", "served", value=self._policy.served.version)
@@ -54,9 +58,28 @@ class WorkerCollector(Collector):
         for cause, count in self._heads.refused.items():
             refused.add_metric([cause], count)
         yield refused
+        yield from _of_parts(list(self._parts))
         if self._feedback is not None:
             for name, count in dict(self._feedback.counters).items():
                 yield CounterMetricFamily(f"specroll_feedback_{name}", "see docs/watcher.md", value=count)
+
+
+def _of_parts(parts: Sequence[PartState]) -> Iterator[Metric]:
+    gauges: dict[str, Callable[[PartState], float]] = {
+        "on": lambda part: part.on,
+        "gain": lambda part: part.gain,
+        "gain_standard_error": lambda part: part.standard_error,
+    }
+    for name, value in gauges.items():
+        gauge = GaugeMetricFamily(f"specroll_speculation_part_{name}", "see docs/metrics.md", labels=["part"])
+        for part in parts:
+            gauge.add_metric([part.part], float(value(part)))
+        yield gauge
+    for name in ("comparisons", "switches"):
+        counter = CounterMetricFamily(f"specroll_speculation_part_{name}", "see docs/metrics.md", labels=["part"])
+        for part in parts:
+            counter.add_metric([part.part], getattr(part, name))
+        yield counter
 
 
 def registry(collector: WorkerCollector) -> CollectorRegistry:

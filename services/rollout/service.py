@@ -25,7 +25,7 @@ from services.common.streams import StreamProducer, StreamUnavailable
 from services.common.wire import serialize_trajectory_group
 from services.config import Config, RolloutConfig
 from services.models import load_tokenizer
-from services.rollout.completion import EngineError
+from services.rollout.completion import EngineError, PartState
 from services.rollout.engine import RolloutEngine
 from services.rollout.exposition import WorkerCollector, registry
 from services.rollout.grading import GradingPool
@@ -46,6 +46,7 @@ _FIRST_CONTACT_SECONDS = 120.0
 # A full stream is back-pressure, not a fault: the learner may be in a long evaluation.
 _PUBLISH_SECONDS = 3600.0
 _ENGINE_CHECK_SECONDS = 1.0
+_PARTS_SECONDS = 5.0
 
 
 def advertised_host(rollout: RolloutConfig) -> str:
@@ -68,6 +69,7 @@ class RolloutWorker:
         self._address = f"{advertised_host(rollout)}:{port}"
         self._store = PolicyStore(cache)
         self._heads_store = PolicyStore(cache / "heads")
+        self._parts: list[PartState] = []
 
     def run(self) -> None:
         """Serves until the run is over or `stop` is set. Raises where it cannot go on."""
@@ -146,13 +148,14 @@ class RolloutWorker:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server.grpc)
         await server.start()
         if config.rollout.metrics_port:
-            collector = WorkerCollector(runner, loop, policy, grader, engine.heads, self._feedback)
+            collector = WorkerCollector(runner, loop, policy, grader, engine.heads, self._feedback, self._parts)
             serve_metrics(config.rollout.metrics_port, config.rollout.host, registry(collector))
         log.info("worker %s serves on %s", self.worker_id, self._address)
         try:
             await self._until_first(
                 loop.run(),
                 self._watch_engine(engine),
+                self._read_parts(engine),
                 self._wait_for_stop(),
                 announce_for_ever(self._board, self.worker_id, self._address),
             )
@@ -176,6 +179,13 @@ class RolloutWorker:
         while (await engine.status()).alive:
             await asyncio.sleep(_ENGINE_CHECK_SECONDS)
         raise EngineError("one of the engine's processes has ended")
+
+    async def _read_parts(self, engine: RolloutEngine) -> None:
+        """Keeps what the metrics say of Reflex's parts up to date, where anybody can read them."""
+        while True:
+            if self._config.rollout.metrics_port:
+                self._parts[:] = await engine.speculation_parts()
+            await asyncio.sleep(_PARTS_SECONDS)
 
     async def _wait_for_stop(self) -> None:
         while not self._stop.is_set():

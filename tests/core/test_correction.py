@@ -5,21 +5,44 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specroll_core.correction import (
-    TOP,
-    CorrectionOptions,
-    FastWeights,
-    Features,
-    PendingProposals,
-    top_tokens,
-    whitened_rows,
-)
+from specroll_core.correction import CorrectionOptions, FastWeights, Features
+from specroll_core.pending import TOP, Matured, PendingProposals, top_tokens
+from specroll_core.whitening import Directions, whitened_rows
 
 H, M, X, K = 12, 40, 8, 3
 
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+class Given:
+    """Features that are given in place of the states."""
+
+    size = X
+
+    def __call__(self, h: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
+        return h
+
+
+def all_of(rows: torch.Tensor) -> Directions:
+    return Directions.of(rows, torch.arange(len(rows)), len(rows))
+
+
+def one(x: torch.Tensor, token: int, difference: float, head: int = 0) -> Matured:
+    """A proposal that missed a token."""
+    none = torch.empty(1, 0)
+    return Matured(
+        row=torch.tensor([0]),
+        heads=torch.tensor([head]),
+        memo=x,
+        temperature=torch.tensor([1.0]),
+        proposed=none.long(),
+        q=none,
+        target=torch.tensor([[token]]),
+        p=torch.tensor([[difference]]),
+        candidates=none.long(),
+    )
 
 
 def skewed_rows() -> torch.Tensor:
@@ -83,7 +106,7 @@ def test_batched_learning_is_the_formula_for_each_trajectory_alone() -> None:
     """Three slots with rounds of different lengths, matured in the order of serving."""
     g = generator(3)
     directions = torch.randn(M, H, generator=g)
-    fast, pending = FastWeights(4, K, directions, X), PendingProposals(4, K, X)
+    fast, pending = FastWeights(4, K, all_of(directions), Given()), PendingProposals(4, K, X)
     length, slots = 12, [3, 0, 1]
     temperature = {3: 1.0, 0: 0.6, 1: 0.8}
     laws = {
@@ -125,14 +148,7 @@ def test_batched_learning_is_the_formula_for_each_trajectory_alone() -> None:
             torch.stack([laws[s][j][0] for s, j in where]),
             torch.stack([laws[s][j][1] for s, j in where]),
         )
-        fast.learn(
-            verified[matured.row, 0],
-            matured.heads,
-            matured.x,
-            matured.temperature,
-            matured.columns,
-            matured.difference,
-        )
+        fast.learn(verified[matured.row, 0], matured)
     for s in slots:
         torch.testing.assert_close(fast.weights[s], naive(rounds[s], laws[s], directions), rtol=1e-4, atol=1e-5)
     assert fast.weights[2].abs().max() == 0
@@ -146,24 +162,39 @@ def test_a_correction_is_bounded_and_raises_what_was_missed() -> None:
     g = generator(4)
     rows = skewed_rows()
     directions = whitened_rows(rows, torch.ones(M))
-    fast = FastWeights(2, K, directions, X, CorrectionOptions(bound=0.2))
+    fast = FastWeights(2, K, all_of(directions), Given(), CorrectionOptions(bound=0.2))
     z, x = torch.randn(1, K, H, generator=g), torch.nn.functional.normalize(torch.randn(1, X, generator=g), dim=-1)
-    slot = torch.tensor([1])
-    assert torch.equal(fast.correct(slot, z, x), z)
-    missed = torch.tensor([[7]])
-    fast.learn(slot, torch.tensor([0]), x, torch.tensor([1.0]), missed, torch.tensor([[0.01]]))
-    before, after = z[0, 0] @ rows.T, fast.correct(slot, z, x)[0, 0] @ rows.T
+
+    def corrected(slot: int) -> torch.Tensor:
+        return fast.correct(torch.tensor([slot]), z, x, x)[0]
+
+    assert torch.equal(corrected(1), z)
+    fast.learn(torch.tensor([1]), one(x, 7, 0.01))
+    before, after = z[0, 0] @ rows.T, corrected(1)[0, 0] @ rows.T
     gained = (after - before) - (after - before).mean()
     assert int(gained.argmax()) == 7
-    assert torch.equal(fast.correct(slot, z, x)[0, 1:], z[0, 1:])
-    fast.learn(slot, torch.tensor([0]), x, torch.tensor([1.0]), missed, torch.tensor([[1e6]]))
-    move = fast.correct(slot, z, x)[0, 0] - z[0, 0]
-    assert float(move.norm()) == pytest.approx(0.2 * float(z[0, 0].norm()), rel=1e-4)
-    assert torch.equal(fast.correct(torch.tensor([0]), z, x), z)  # the other slot knows nothing of it
+    assert torch.equal(corrected(1)[0, 1:], z[0, 1:])
+    move = corrected(1) - z
+    fast.halve()
+    torch.testing.assert_close(corrected(1) - z, move / 2, atol=1e-5, rtol=1e-3)
+    fast.learn(torch.tensor([1]), one(x, 7, 1e6))
+    assert float((corrected(1) - z)[0, 0].norm()) == pytest.approx(0.2 * float(z[0, 0].norm()), rel=1e-4)
+    assert torch.equal(corrected(0), z)  # the other slot knows nothing of it
+
+
+def test_tokens_without_a_direction_teach_nothing() -> None:
+    some = Directions.of(torch.randn(3, H, generator=generator(5)), torch.tensor([2, 5, 9]), M)
+    tokens, weights = torch.tensor([[5, -1, 3, 9], [4, 4, -1, 0]]), torch.rand(2, 4)
+    want = weights[0, 0] * some.rows[1] + weights[0, 3] * some.rows[2]
+    torch.testing.assert_close(some.combine(tokens, weights), torch.stack([want, torch.zeros(H)]))
+    assert some.known(tokens[0]) == 0.5
 
 
 def test_bytes_are_as_stated_and_settings_are_checked() -> None:
-    fast = FastWeights(64, 3, torch.zeros(10, 576), 64)
+    class Wide(Given):
+        size = 64
+
+    fast = FastWeights(64, 3, all_of(torch.zeros(10, 576)), Wide())
     assert fast.bytes == 64 * 3 * 576 * 64 * 4
     assert PendingProposals(64, 3, 64).bytes < 64 * 4096
     with pytest.raises(ValueError, match="rate"):

@@ -39,6 +39,20 @@ def test_no_file_gives_the_defaults():
     assert load_config(None) == Config()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["correction=on"], "must be one of 'off', 'trajectory' or 'group'"),
+        (["correction_form=authors"], "must be one of 'whitened', 'bias' or 'credit'"),
+        (["gate=perhaps"], "rollout.engine.speculation.gate"),
+        (["nodes=1", "correction=group"], "needs more than one node"),
+    ],
+)
+def test_wrong_parts_of_speculation_are_refused_in_a_sentence(overrides, problem):
+    (found,) = problems(None, *(f"rollout.engine.speculation.{override}" for override in overrides))
+    assert problem in found
+
+
 def test_overrides_win_over_the_file_and_are_read_as_toml_or_text(tmp_path):
     path = write(tmp_path, "[learner]\nsteps = 5\ngroup_size = 4\n")
     config = load_config(

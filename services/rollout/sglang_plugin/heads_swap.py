@@ -87,8 +87,7 @@ class HeadsSwap:
         state.swaps += 1
         for request in _live:
             getattr(request, _MARKS).append((version, len(request.output_ids)))
-        # What was learned about the old heads' guesses is worth half for the new ones.
-        self._worker.scorer.halve()
+        self._worker.heads_changed()
         state.commit_seconds = time.perf_counter() - began
 
     def checksums(self) -> None:

@@ -160,11 +160,12 @@ def _make_sampler(backend: str | None = None):  # noqa: ARG001 (SGLang's signatu
 
 
 def _add_rounds(streamer, requests):  # noqa: ARG001
-    from services.rollout.sglang_plugin import feedback, heads_swap, reflex_slots
+    from services.rollout.sglang_plugin import correction_slots, feedback, heads_swap, reflex_slots
     from services.rollout.sglang_plugin.spec_report import finished_rounds
 
     feedback.finish(requests)
     reflex_slots.finish(requests)
+    correction_slots.finish(requests)
     return finished_rounds(requests) | heads_swap.finished_spans(requests)
 
 
@@ -176,9 +177,11 @@ def _attach_heads_swap(result, scheduler, *args, **kwargs) -> None:  # noqa: ARG
 
 def _add_stats(result, controller, state) -> None:  # noqa: ARG001
     from services.rollout.sglang_plugin import feedback, heads_names, heads_swap
-    from services.rollout.sglang_plugin.spec_report import STATS_KEY
+    from services.rollout.sglang_plugin.spec_report import PARTS_KEY, STATS_KEY
 
-    state[STATS_KEY] = controller.scheduler.draft_worker.stats_record()
+    worker = controller.scheduler.draft_worker
+    state[STATS_KEY] = worker.stats_record()
+    state[PARTS_KEY] = worker.proposals.gates.record()
     state[heads_names.STATE_KEY] = heads_swap.record_of(controller.scheduler)
     state[feedback.STATE_KEY] = feedback.record()
 

@@ -1,18 +1,15 @@
-"""Heads beside the running model: from the state before the pending token to ranked candidates."""
+"""The serving copy of the heads, beside the running model."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from services.rollout.sglang_plugin.served_vocabulary import ServedVocabulary
 from specroll_core.heads import FutureTokenHeads
-from specroll_core.law import LawParams
-from specroll_core.proposal import Proposal, propose_from_logits
 
 
 class HeadProposer:
-    """The serving copy of the heads, in the model's type, and the model's own embedding and LM head.
+    """Heads in the model's type, and the model's own embedding.
 
     The model's weights are looked up at every call: a policy update may replace the tensors as well as their values.
     """
@@ -32,17 +29,7 @@ class HeadProposer:
     def depth(self) -> int:
         return self.heads.spec.heads
 
-    def propose(
-        self,
-        hidden: Tensor,
-        pending: Tensor,
-        params: LawParams,
-        vocabulary: ServedVocabulary,
-        width: int,
-        with_laws: bool,
-    ) -> Proposal:
-        """hidden: [B, H], the states before the pending tokens; pending: [B] int64; width: candidates per depth."""
-        embedding = self._model.get_embed_and_head()[0]
-        z = self.heads(hidden, embedding[pending])
-        columns = vocabulary.current()
-        return propose_from_logits(columns.logits(z), params, columns, width=width, with_laws=with_laws)
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens: [B] int64. Returns [B, H]."""
+        embedded: Tensor = self._model.get_embed_and_head()[0][tokens]
+        return embedded

@@ -53,6 +53,10 @@ class ServedVocabulary:
         if self._frequent is not None:
             self._unseen.append(tokens)
 
+    def frequency(self, tokens: Tensor) -> Tensor:
+        """tokens: [n]. Returns [n] float32, in no unit; all alike where proposals are ranked over all tokens."""
+        return torch.ones(len(tokens)) if self._frequent is None else self._frequent.counts(tokens)
+
     def policy_changed(self) -> None:
         self._current = None
 

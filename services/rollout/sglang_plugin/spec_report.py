@@ -15,6 +15,7 @@ from specroll_core.finish import SpecTally
 
 META_KEY = "specroll_rounds"
 STATS_KEY = "specroll_stats"
+PARTS_KEY = "specroll_parts"
 _ATTRIBUTE = "specroll_rounds"
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -31,10 +31,12 @@ from services.config import SpeculationConfig
 from services.rollout.completion import SpeculationStats
 from services.rollout.heads_file import load_heads
 from services.rollout.sglang_plugin import feedback
+from services.rollout.sglang_plugin.correction_slots import CorrectionSlots
 from services.rollout.sglang_plugin.lazy_logits import LazyLogits
 from services.rollout.sglang_plugin.overrides import override_of
 from services.rollout.sglang_plugin.proposer import HeadProposer
 from services.rollout.sglang_plugin.reflex_slots import ReflexSlots
+from services.rollout.sglang_plugin.round_proposals import TREE, Round, RoundProposals, asks_heads
 from services.rollout.sglang_plugin.sampler import law_params
 from services.rollout.sglang_plugin.served_vocabulary import ServedVocabulary
 from services.rollout.sglang_plugin.slots import RequestSlots
@@ -50,12 +52,11 @@ from services.rollout.sglang_plugin.variables import SPECULATION_VARIABLE
 from services.rollout.sglang_plugin.verify_input import BetweenRounds, TreeVerifyInput
 from services.rollout.sglang_plugin.verify_widths import VerifyWidths, of_runner, padded
 from specroll_core.budget import BUDGETS, BudgetPolicy
-from specroll_core.growth import TreeOptions
 from specroll_core.law import LawParams
-from specroll_core.proposal import DepthLaws, Proposal
+from specroll_core.proposal import DepthLaws
 from specroll_core.scorer import CountTableScorer
 from specroll_core.sources import accepted_sources
-from specroll_core.tree import DraftTree, build_tree, plain_tree
+from specroll_core.tree import DraftTree
 from specroll_core.verified import Verified
 from specroll_core.verify import credit, verify
 
@@ -63,7 +64,6 @@ from specroll_core.verify import credit, verify
 # again for every level of the walk costs more. For 49,152 x 576 they break even at about a hundred on one core (3.4 ms
 # a level, 0.12 ms a row), and at nearly two hundred on two.
 _LAZY_ABOVE = 128
-_TREE = TreeOptions()
 # Nodes of each request that the walk visits, about.
 _VISITED = 2
 
@@ -113,6 +113,8 @@ class SpeculativeWorker(BaseSpecWorker):
             seeds = heads.vocabulary
             self.proposer = HeadProposer(self.model_runner.model, heads, self.model_runner.dtype, self.device)
         self.vocabulary = ServedVocabulary(self._lm_head, self.config.vocabulary, seeds)
+        self.correction = CorrectionSlots(self.config, rows, self._lm_head)
+        self.proposals = RoundProposals(self.config, self.scorer, self.vocabulary, self.reflex, self.correction)
         self.lazy_logits = LazyLogits(self.model_runner.model.logits_processor)
 
     def init_cuda_graphs(self) -> None:
@@ -168,7 +170,7 @@ class SpeculativeWorker(BaseSpecWorker):
             output.next_token_logprobs = output.next_token_logprobs[:, None]
         for request in batch.reqs:
             note_round(request, 0, ())
-        self.reflex.observe(batch.reqs, rows.tolist(), tokens[:, None].tolist())
+        self._observe(batch.reqs, rows.tolist(), tokens[:, None].tolist())
         ones = torch.ones(B, dtype=torch.int32, device=self.device)
         result.accept_lens, result.new_seq_lens = ones, lengths + ones
         result.next_draft_input = BetweenRounds()
@@ -190,7 +192,7 @@ class SpeculativeWorker(BaseSpecWorker):
         nodes = max(budgets) if self._widths is None else padded(max(budgets), self._widths.widths)
         late = self.reflex.catching_up_seconds
         params = law_params(info)
-        drawn, walked = round_uniforms(info, lengths, nodes, min(nodes, 1 + _TREE.max_depth))
+        drawn, walked = round_uniforms(info, lengths, nodes, min(nodes, 1 + TREE.max_depth))
         tree, laws = self._propose(batch, budgets, nodes, params, drawn)
         proposed = time.perf_counter()
 
@@ -201,7 +203,7 @@ class SpeculativeWorker(BaseSpecWorker):
         logits = NodeLogitRows(logits_output.next_token_logits, self.lazy_logits.rows if lazily else None)
         forwarded = time.perf_counter()
 
-        law = NodeLaw(logits, tree, requests, info.logit_bias)
+        law = self.proposals.watch(NodeLaw(logits, tree, requests, info.logit_bias), params)
         verified = verify(tree, law, params, walked, laws, planted_bias=self.config.planted_bias)
         drafted, emitted = tree.drafted.tolist(), verified.lengths.tolist()
         sources = accepted_sources(tree, verified)
@@ -217,6 +219,7 @@ class SpeculativeWorker(BaseSpecWorker):
         logits_output.hidden_states = None
         logits_output.next_token_logprobs = verified.logprobs
         credit(self.scorer, tree, verified)
+        self.proposals.learn(verified)
         ended = time.perf_counter()
         seconds = (proposed - began, forwarded - proposed, ended - forwarded)
         self._record(tree, verified, drafted, emitted, seconds, self.reflex.catching_up_seconds - late)
@@ -263,41 +266,24 @@ class SpeculativeWorker(BaseSpecWorker):
         return self._asks_heads(request) or self.reflex.wanted(request) is not None
 
     def _asks_heads(self, request) -> bool:
-        parts = override_of(request).get("parts")
-        return self.proposer is not None and (parts is None or "heads" in parts)
+        return self.proposer is not None and asks_heads(request)
 
     def _propose(
         self, batch, budgets: list[int], nodes: int, params: LawParams, uniforms: Tensor
     ) -> tuple[DraftTree, DepthLaws | None]:
         rows = batch.req_pool_indices.to(torch.int64)
-        pending = self.slots.pending[rows]
-        if nodes == 1:
-            return plain_tree(pending.tolist(), self.device), None
-        matched = [self._by_target_match(request) for request in batch.reqs]
-        paths = self.reflex.proposers(batch.reqs, rows.tolist())
-        sampled_children = not all(matched)
-        if self.proposer is not None and any(self._asks_heads(request) for request in batch.reqs):
-            hidden = self.slots.hidden[rows]
-            proposal = self.proposer.propose(hidden, pending, params, self.vocabulary, nodes, sampled_children)
-            proposal = replace(proposal, paths=paths)
-        else:
-            proposal = Proposal.of_paths(paths, self.device)
-        tree = build_tree(
-            pending.tolist(),
-            proposal,
-            self.scorer,
+        this = Round(
+            batch.reqs,
+            rows.tolist(),
+            self.slots.pending[rows],
+            self.slots.hidden[rows],
+            batch.seq_lens,
+            params,
             budgets,
-            uniforms,
-            matched,
-            replace(_TREE, sampled_children=sampled_children),
             nodes,
         )
-        return tree, proposal.laws
-
-    def _by_target_match(self, request) -> bool:
-        """Greedy requests, and those with a seed of their own, whose tokens must not depend on the tree."""
-        rule = override_of(request).get("rule") or self.config.rule
-        return rule == "target_match" or request.sampling_params.top_k <= 1
+        heads = self.proposer if any(self._asks_heads(request) for request in batch.reqs) else None
+        return self.proposals.tree(this, heads, uniforms)
 
     def _lm_head(self) -> Tensor:
         """[V, H] as it is now."""
@@ -307,6 +293,13 @@ class SpeculativeWorker(BaseSpecWorker):
     def policy_changed(self) -> None:
         """The model's weights have new values."""
         self.vocabulary.policy_changed()
+        self.correction.policy_changed()
+
+    def heads_changed(self) -> None:
+        """The heads have new values: what was learned about the old ones' guesses is worth half."""
+        self.scorer.halve()
+        self.correction.halve()
+        self.proposals.gates.halve()
 
     def _forward(self, batch, tree: DraftTree) -> tuple[LogitsProcessorOutput, Tensor]:
         """Runs the target over the trees. Returns its output and the nodes' KV locations [B, N].
@@ -360,8 +353,12 @@ class SpeculativeWorker(BaseSpecWorker):
         for request, row, length, nodes, found in zip(requests, tokens, emitted, drafted, sources, strict=True):
             note_round(request, nodes, found)
             kept.append(cut(request, row[:length]).kept)
-        self.reflex.observe(requests, rows, [row[:n] for row, n in zip(tokens, kept, strict=True)])
+        self._observe(requests, rows, [row[:n] for row, n in zip(tokens, kept, strict=True)])
         return kept
+
+    def _observe(self, requests: Sequence, rows: Sequence[int], emitted: Sequence[Sequence[int]]) -> None:
+        self.reflex.observe(requests, rows, emitted)
+        self.proposals.gates.observe(requests, rows, emitted)
 
     def _keep_path(self, rows: Tensor, lengths: Tensor, locations: Tensor, verified: Verified) -> None:
         """Lets the table of each request name the slots of the walk's nodes first, where the next round expects them.

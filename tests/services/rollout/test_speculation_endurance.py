@@ -31,7 +31,7 @@ def engine(tiny_dir, tmp_path_factory):
         context_length=512,
         max_total_tokens=8192,
         max_running_requests=IN_FLIGHT,
-        speculation=SpeculationConfig(enabled=True, heads=path, nodes=6, max_nodes=8, table=True),
+        speculation=SpeculationConfig(enabled=True, heads=path, nodes=6, max_nodes=8, table=True, correction="group"),
     )
     engine = RolloutEngine.start(config=config, dtype="float32", model_dir=tiny_dir, policy_version=0, seed=0)
     yield engine
