@@ -5,6 +5,14 @@ from the scorer's calibrated path probabilities, corrected by what was observed;
 taken of `BUDGETS`; N = 1 is plain decoding. Speculation starts for a predicted gain of at least 5 % (EfficientRollout,
 arXiv 2606.18967), stops below 0, and another N must be better by 2 %.
 
+Rounds differ: where a memory has found the place the text comes from, twenty nodes pay, and in the next round two. So
+while speculation is on, trees are grown two budgets larger than the one that is best on average, and each round's
+probabilities decide how much of them is verified. With Lambda the tokens per second of late, the N that maximises
+
+    tokens(N) - Lambda t(B, N)
+
+maximises the ratio of all tokens to all time (Dinkelbach 1967), which the best ratio of every single round does not.
+
 Exploration (an epsilon-greedy bandit as in TLT, 2511.16665) keeps predictions honest, but only neighbours of the
 chosen N and plain decoding are tried, and only while all exploring has cost less than 1 % of the time so far.
 """
@@ -13,6 +21,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import accumulate
 
 from specroll_core.cost import RoundTimes
 
@@ -25,6 +34,9 @@ _EXPLORE_SHARE = 0.01
 
 # Plain rounds of about the same batch size before anything is compared with them: one may have been interrupted.
 _PLAIN_ROUNDS = 4
+
+# Budgets that trees are grown beyond the one that is best on average.
+_REACH = 2
 
 # Weight of one step in the running means: about the last hundred steps.
 _SMOOTHING = 0.02
@@ -48,9 +60,12 @@ class AcceptanceModel:
         self._weights = [0.0] * (largest - 1)
         self._observed = self._predicted = 0.0
 
-    def observe(self, path_scores: Sequence[Sequence[float]], lengths: Sequence[int]) -> None:
+    def observe(
+        self, path_scores: Sequence[Sequence[float]], lengths: Sequence[int], verified: int | None = None
+    ) -> None:
         """One round. path_scores[b]: P(node emitted) of request b's nodes beside the root; lengths[b]: tokens that it
-        emitted, the bonus included. Scores of 0 are padding; requests without nodes are left out."""
+        emitted, the bonus included; verified: how many of these nodes were, the first ones, None for all. Scores of 0
+        are padding; requests without nodes are left out."""
         rows = [(sorted((x for x in s if x > 0), reverse=True), n) for s, n in zip(path_scores, lengths, strict=True)]
         drafted = [(s, n) for s, n in rows if s]
         if not drafted:
@@ -60,7 +75,7 @@ class AcceptanceModel:
             mean = sum(here) / len(here)
             self._weights[rank] += _SMOOTHING * (1 - self._weights[rank])
             self._gains[rank] += _SMOOTHING * (mean - self._gains[rank])
-        predicted = sum(sum(s) for s, _ in drafted) / len(drafted)
+        predicted = sum(sum(s[:verified]) for s, _ in drafted) / len(drafted)
         observed = sum(n - 1 for _, n in drafted) / len(drafted)
         self._predicted += _SMOOTHING * (predicted - self._predicted)
         self._observed += _SMOOTHING * (observed - self._observed)
@@ -81,8 +96,12 @@ class AcceptanceModel:
                 total += last
             else:
                 total += last * last_rank / (rank + 1)
-        ratio = self._observed / self._predicted if self._predicted > 0 else 1.0
-        return 1.0 + total * ratio
+        return 1.0 + total * self.correction
+
+    @property
+    def correction(self) -> float:
+        """Observed over predicted tokens beside the bonus."""
+        return self._observed / self._predicted if self._predicted > 0 else 1.0
 
 
 class BudgetPolicy:
@@ -107,6 +126,8 @@ class BudgetPolicy:
         self._current: dict[int, int] = {}
         self._spent = self._elapsed = 0.0
         self._exploring: float | None = None
+        # By batch size: tokens and seconds of late, as predicted.
+        self._flow: dict[int, tuple[float, float]] = {}
 
     def choose(self, batch: int) -> int:
         """N for a step of `batch` requests. Steps of similar batch sizes share their hysteresis."""
@@ -116,6 +137,41 @@ class BudgetPolicy:
         best = self._best(batch, self._current.get(key))
         self._current[key] = best
         return self._explore(batch, best)
+
+    def reach(self, chosen: int) -> int:
+        """How large trees are to be grown for a round for which `choose` said `chosen`; `fit` then decides."""
+        if chosen == 1 or self._exploring is not None:
+            return chosen
+        return self.budgets[min(self.budgets.index(chosen) + _REACH, len(self.budgets) - 1)]
+
+    def fit(self, batch: int, scores: Sequence[Sequence[float]]) -> int:
+        """How many nodes, the root included, a round is to verify: one of the budgets.
+
+        scores[b]: P(emitted) of the nodes beside the root that were found for request b, best first. 1 only where none
+        was found: proposing has been paid for.
+        """
+        found = max(map(len, scores), default=0)
+        gains = [sum(s[rank] for s in scores if rank < len(s)) for rank in range(found)]
+        tokens = [batch + self.acceptance.correction * total for total in accumulate(gains, initial=0.0)]
+        last = next(n for n in (*self.budgets, found + 1) if n > found)  # holds all that was found
+        times = {n: self.times.predict(batch, n) for n in self.budgets if 1 < n <= last}
+        if not found or not times:
+            return 1
+
+        def emitted(nodes: int) -> float:
+            return tokens[min(nodes - 1, found)]
+
+        key = batch.bit_length()
+        flow = self._flow.get(key)
+        # A first guess of the rate is that of this round's best; each round brings it nearer to the long run's.
+        rate = flow[0] / flow[1] if flow is not None else max(emitted(n) / t for n, t in times.items())
+        best = max(times, key=lambda n: emitted(n) - rate * times[n])
+        before = flow or (emitted(best), times[best])
+        self._flow[key] = (
+            before[0] + _SMOOTHING * (emitted(best) - before[0]),
+            before[1] + _SMOOTHING * (times[best] - before[1]),
+        )
+        return best
 
     def record(self, batch: int, nodes: int, seconds: float, once: float = 0.0) -> None:
         """The measured time of the step that was chosen last.

@@ -84,6 +84,24 @@ class Sketch:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def path_scores(self) -> list[float]:
+        """P(emitted) of the nodes in use beside the root, in the order in which they were found. Before anything is
+        drawn these are the first numbers."""
+        paths = [1.0]
+        for node in range(1, len(self)):
+            if self.parents[node] == UNUSED:
+                break
+            paths.append(paths[self.parents[node]] * self.steps[node])
+        return paths[1:]
+
+    def keep(self, nodes: int) -> None:
+        """Forgets all nodes but the first ones. No other hangs on them: parents have smaller numbers."""
+        for column in (
+            self.tokens, self.parents, self.depths, self.steps, self.cells, self.log_q, self.sampled, self.tail_cells,
+            self.masses, self.states,
+        ):  # fmt: skip
+            del column[nodes:]
+
     def children(self, parent: int) -> list[int]:
         return [node for node in range(parent + 1, len(self)) if self.parents[node] == parent]
 

@@ -19,7 +19,7 @@ before that parent's X is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,13 +75,16 @@ def build_tree(
     greedy: Sequence[bool] | None = None,
     options: TreeOptions | None = None,
     width: int | None = None,
+    cut: Callable[[list[list[float]]], int] | None = None,
 ) -> DraftTree:
     """Builds the trees of B requests.
 
     pending: the B pending tokens. budgets: nodes per request, root included; 1 is plain decoding.
     uniforms: [B, N] float64 in [0, 1), N at least the largest budget. Only sampled children use them; they must be
     independent of each other and of the verifier's. greedy: requests at temperature 0, which get no
-    sampled children. width: nodes to pad to, default the largest budget.
+    sampled children. width: nodes to pad to, default the largest budget. cut: decides, from the path probabilities of
+    each request's nodes in the order in which they were found, how many nodes all trees keep, the root included; before
+    anything is drawn, so that it may depend on all of them.
     """
     options = options or TreeOptions()
     nodes = max(budgets) if width is None else width
@@ -92,6 +95,10 @@ def build_tree(
     sketches = [Sketch(token, budget) for token, budget in zip(pending, budgets, strict=True)]
     for grower, sketch in zip(grown, sketches, strict=True):
         grower.grow(sketch, 0, range(1, len(sketch)))
+    if cut is not None:
+        nodes = cut([sketch.path_scores() for sketch in sketches])
+        for sketch in sketches:
+            sketch.keep(nodes)
     if options.sampled_children and proposal.laws is not None:
         for row, (grower, sketch) in enumerate(zip(grown, sketches, strict=True)):
             if greedy is None or not greedy[row]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from specroll_core.budget import BUDGETS, AcceptanceModel, BudgetPolicy, prior_budget
@@ -147,3 +149,70 @@ def test_what_is_paid_once_does_not_hide_what_a_step_costs(apart: bool) -> None:
 def test_budgets_are_checked(budgets: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="budgets"):
         BudgetPolicy(budgets)
+
+
+TIMES = {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3, 6: 1.5, 8: 1.7, 12: 2.1, 16: 2.5, 24: 3.3}
+RICH, POOR = [0.9**i for i in range(1, 24)], [0.3 * 0.3**i for i in range(23)]
+
+
+def test_rounds_get_what_pays_in_the_long_run() -> None:
+    """Against every way of giving one size to rich rounds and one to poor ones, one rich round in four."""
+
+    def tokens(scores: list[float], n: int) -> float:
+        return 1 + sum(scores[: n - 1])
+
+    def rate(rich: int, poor: int) -> float:
+        given = 0.25 * tokens(RICH, rich) + 0.75 * tokens(POOR, poor)
+        return given / (0.25 * TIMES[rich] + 0.75 * TIMES[poor])
+
+    sizes = [n for n in BUDGETS if n > 1]
+    best = max(rate(*pair) for pair in itertools.product(sizes, repeat=2))
+    assert best > 1.05 * max(rate(n, n) for n in sizes)
+    policy = BudgetPolicy(epsilon=0.0)
+    for nodes, seconds in TIMES.items():
+        policy.times.record(1, nodes, seconds)
+    given = taken = 0.0
+    for turn in range(4_000):
+        scores = RICH if turn % 4 == 0 else POOR
+        n = policy.fit(1, [scores])
+        policy.acceptance.observe([scores], [1], 0)  # nothing verified beside the root: no correction to learn
+        if turn >= 1_000:
+            given += tokens(scores, n)
+            taken += TIMES[n]
+    assert given / taken == pytest.approx(best, rel=0.002)
+
+
+def test_a_round_of_several_requests_counts_all_of_them() -> None:
+    policy = BudgetPolicy(epsilon=0.0)
+    for nodes, seconds in TIMES.items():
+        policy.times.record(3, nodes, seconds)
+    rich_and_poor, rate = [RICH, POOR, POOR], 0.0
+    for _ in range(3):  # with the rate of such rounds alone, the best single ratio
+        n = policy.fit(3, rich_and_poor)
+    for n_other in (m for m in BUDGETS if m > 1):
+        rate = max(rate, sum(1 + sum(s[: n_other - 1]) for s in rich_and_poor) / TIMES[n_other])
+    assert sum(1 + sum(s[: n - 1]) for s in rich_and_poor) / TIMES[n] == pytest.approx(rate)
+
+
+def test_a_round_verifies_no_more_than_was_found_and_keeps_to_the_budgets() -> None:
+    policy = BudgetPolicy((1, 4, 16), epsilon=0.0)
+    for nodes in (1, 4, 16):
+        policy.times.record(2, nodes, 1.0)  # time is no reason to stop
+    assert policy.fit(2, [[], []]) == 1
+    assert policy.fit(2, [[0.5], []]) == 4
+    assert policy.fit(2, [[0.5] * 3, [0.2]]) == 4
+    assert policy.fit(2, [[0.5] * 4, []]) == 16
+    assert policy.fit(2, [[0.5] * 20, []]) == 16
+
+
+def test_trees_are_grown_further_than_is_best_on_average() -> None:
+    policy = BudgetPolicy(epsilon=0.0)
+    assert [policy.reach(n) for n in (1, 2, 8, 16, 24)] == [1, 4, 16, 24, 24]
+
+
+def test_acceptance_is_learned_from_all_that_was_grown_and_corrected_by_what_was_verified() -> None:
+    model = AcceptanceModel()
+    for _ in range(200):
+        model.observe([[0.5, 0.25, 0.125]], [2], 2)
+    assert model.correction == pytest.approx(1 / 0.75)
+    assert model.expected(4) == pytest.approx(1 + 0.875 / 0.75)

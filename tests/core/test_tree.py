@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -188,3 +189,23 @@ def test_a_memory_alone_proposes_without_heads() -> None:
     assert tree.parents[0].tolist() == [-1, 0, 1, 2, 3, 4]
     assert tree.drafted.tolist() == [5, 0]
     assert not tree.any_sampled
+
+
+def test_a_tree_that_is_cut_is_the_smaller_tree() -> None:
+    scorer = CountTableScorer.with_prior()
+    seen: list[list[list[float]]] = []
+    for nodes in (1, 2, 5, 8):
+
+        def cut(scores: list[list[float]], nodes: int = nodes) -> int:
+            seen.append(scores)
+            return nodes
+
+        small = build_tree([4, 2], proposal_of(2), scorer, [nodes] * 2, uniforms(2))
+        large = build_tree([4, 2], proposal_of(2), scorer, [12] * 2, uniforms(2), cut=cut)
+        for field in dataclasses.fields(DraftTree):
+            one, other = getattr(small, field.name), getattr(large, field.name)
+            assert one.equal(other) if isinstance(one, Tensor) else one == other, field.name
+    assert len(seen) == 4
+    for scores in seen:
+        assert [len(s) for s in scores] == [11, 11]
+        assert all(s == sorted(s, reverse=True) for s in scores)

@@ -320,3 +320,23 @@ def test_the_nodes_of_a_walk_come_before_the_others(on_host):
     )  # fmt: skip
     expected = [[0, 2, 5, 1, 3, 4], [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
     assert verified.walked_first(6, on_host).tolist() == expected
+
+
+@pytest.mark.parametrize("with_memory", [False, True], ids=["heads", "heads and memory"])
+def test_the_law_holds_where_the_scores_decide_how_much_is_verified(with_memory: bool) -> None:
+    """A cut that depends on every score of the batch in a way no policy would."""
+    sizes = set()
+
+    def cut(scores: list[list[float]]) -> int:
+        nodes = 1 + int(1e6 * sum(map(sum, scores))) % 7
+        sizes.add(nodes)
+        return nodes
+
+    p_values = []
+    for seed, law in enumerate([{}, {"temperature": 0.6}, {"temperature": 0.9, "top_p": 0.95}]):
+        toy = ToyLanguage(vocab=3, seed=40 + seed)
+        paths = (lambda prefix: Reactive(prefix, 3)) if with_memory else None
+        setting = Setting(law, 6, scorer=Contrary() if seed == 1 else CountTableScorer(), paths=paths, cut=cut)
+        p_values.append(p_value(toy, setting, length=3, seed=50 + seed))
+    assert holm_rejects(p_values, FAMILY) == []
+    assert len(sizes) > 3

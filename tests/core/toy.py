@@ -73,6 +73,7 @@ class Setting:
     tamper: Callable[[DraftTree, Tensor], DraftTree] | None = None
     coin_scale: float = 1.0
     paths: Callable[[int], object] | None = None
+    cut: Callable[[list[list[float]]], int] | None = None
 
 
 def decode(toy: ToyLanguage, setting: Setting, length: int, draws: int, seed: int) -> tuple[Tensor, Tensor, float]:
@@ -138,7 +139,8 @@ def grow(toy: ToyLanguage, setting: Setting, states: Tensor, uniforms: Tensor) -
         logits if ids is None else logits[..., ids], one_law(setting.law, rows), vocabulary, paths=paths
     )
     greedy = [setting.law.get("temperature", 1.0) == 0] * rows
-    tree = build_tree([0] * rows, proposal, setting.scorer, [setting.nodes] * rows, uniforms, greedy, setting.options)
+    budgets = [setting.nodes] * rows
+    tree = build_tree([0] * rows, proposal, setting.scorer, budgets, uniforms, greedy, setting.options, cut=setting.cut)
     return tree, proposal
 
 

@@ -6,7 +6,7 @@ gate (`part_gates.py`). It shares the batch's products and is never verified.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,7 +38,8 @@ CORRECTION = "correction"
 @dataclass(frozen=True)
 class Round:
     """A batch of B requests. rows: theirs in SGLang's pool; pending: [B] int64; hidden: [B, H], the states before;
-    lengths: [B], the pending tokens' positions; budgets: nodes of each; nodes: of the widest."""
+    lengths: [B], the pending tokens' positions; budgets: nodes of each; nodes: of the widest; cut: as `build_tree`
+    takes it."""
 
     requests: Sequence
     rows: list[int]
@@ -48,6 +49,7 @@ class Round:
     params: LawParams
     budgets: Sequence[int]
     nodes: int
+    cut: Callable[[list[list[float]]], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,15 @@ class RoundProposals:
             proposal, shadow = self._from_heads(this, heads, options.sampled_children)
             proposal = replace(proposal, paths=used)
         tree = build_tree(
-            this.pending.tolist(), proposal, self._scorer, this.budgets, uniforms, matched, options, this.nodes
+            this.pending.tolist(),
+            proposal,
+            self._scorer,
+            this.budgets,
+            uniforms,
+            matched,
+            options,
+            this.nodes,
+            this.cut,
         )
         if self._corrected is not None:
             self._correction.note(self._corrected, tree)
@@ -115,7 +125,8 @@ class RoundProposals:
                 switched = None if self.gates.is_on(MEMORY) else paths[row]
                 others.append((MEMORY, row, proposal_of(proposal, row, switched)))
             for part, row, other in others:
-                shape = shape_of(other, self._scorer, this.budgets[row], options, sampled=not matched[row])
+                size = min(this.budgets[row], tree.tokens.shape[1])
+                shape = shape_of(other, self._scorer, size, options, sampled=not matched[row])
                 self.gates.compare(part, this.requests[row], this.rows[row], TreeTrace.of(tree, row), shape)
         return tree, proposal.laws
 

@@ -87,6 +87,8 @@ class SpeculativeWorker(BaseSpecWorker):
         # What pays depends on who proposes: requests that ask for other parts have a policy of their own.
         self.budgets: dict[Hashable, BudgetPolicy] = {}
         self._chooser: BudgetPolicy | None = None  # whose choice this round is, if any's
+        self._fits = False  # it has the last word once the trees are grown
+        self._grown: list[list[float]] | None = None  # what it saw of them
         assert get_parallel().tp_size == 1, "the LM head must be whole; refused when the engine starts"
         assert get_schedule().disable_overlap_schedule, "the worker reads requests that the scheduler has settled"
 
@@ -194,6 +196,7 @@ class SpeculativeWorker(BaseSpecWorker):
         params = law_params(info)
         drawn, walked = round_uniforms(info, lengths, nodes, min(nodes, 1 + TREE.max_depth))
         tree, laws = self._propose(batch, budgets, nodes, params, drawn)
+        nodes = tree.tokens.shape[1]
         proposed = time.perf_counter()
 
         lazily = self._decodes_plainly and len(requests) * (nodes - _VISITED) > _LAZY_ABOVE
@@ -237,13 +240,16 @@ class SpeculativeWorker(BaseSpecWorker):
 
     def _budgets(self, requests: Sequence) -> list[int]:
         """Nodes per request."""
-        self._chooser = None
+        self._chooser, self._fits, self._grown = None, False, None
         if not any(self._can_draft(request) for request in requests):
             return [1] * len(requests)
         asked = [override_of(request).get("nodes") for request in requests]
         chosen = 1
         if None in asked:
             chosen = self.config.nodes or self._choose(requests, asked.index(None))
+            if self._chooser is not None and not any(asked):
+                reach = self._chooser.reach(chosen)
+                self._fits, chosen = reach > chosen, reach
         return [chosen if n is None else min(n, self.config.max_nodes) for n in asked]
 
     def _choose(self, requests: Sequence, free: int) -> int:
@@ -255,6 +261,12 @@ class SpeculativeWorker(BaseSpecWorker):
             BudgetPolicy(self._choices(), peak_tokens=self.config.peak_tokens),
         )
         return policy.choose(len(requests))
+
+    def _fit(self, scores: list[list[float]]) -> int:
+        """How many nodes the policy lets this round's trees keep, of which `scores` tells."""
+        assert self._chooser is not None
+        self._grown = scores
+        return self._chooser.fit(len(scores), scores)
 
     def _choices(self) -> Sequence[int]:
         """Nodes per request that a round may have."""
@@ -281,6 +293,7 @@ class SpeculativeWorker(BaseSpecWorker):
             params,
             budgets,
             nodes,
+            self._fit if self._fits else None,
         )
         heads = self.proposer if any(self._asks_heads(request) for request in batch.reqs) else None
         return self.proposals.tree(this, heads, uniforms)
@@ -396,5 +409,10 @@ class SpeculativeWorker(BaseSpecWorker):
             self.stats.plain_seconds += sum(seconds)
             return
         self.stats.plain_seconds += sum(emitted) / B * self._chooser.times.predict(B, 1)
+        if nodes == 1:
+            return  # nothing was found to verify: a round that is neither a plain one nor one that drafts
         self._chooser.record(B, nodes, sum(seconds) - once, once)
-        self._chooser.acceptance.observe(tree.path_scores[:, 1:].tolist(), emitted)
+        if self._grown is not None:
+            self._chooser.acceptance.observe(self._grown, emitted, nodes - 1)
+        else:
+            self._chooser.acceptance.observe(tree.path_scores[:, 1:].tolist(), emitted)
