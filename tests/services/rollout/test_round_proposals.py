@@ -10,7 +10,7 @@ import torch
 from services.rollout.sglang_plugin import correction_slots
 from services.rollout.sglang_plugin.correction_slots import CorrectionSlots
 from services.rollout.sglang_plugin.reflex_slots import ReflexSlots
-from services.rollout.sglang_plugin.round_proposals import CORRECTION, Round, RoundProposals
+from services.rollout.sglang_plugin.round_proposals import CORRECTION, RoundBatch, RoundProposals
 from services.rollout.sglang_plugin.served_vocabulary import ServedVocabulary
 from services.rollout.sglang_plugin.variables import OVERRIDE_KEY
 from services.speculation_config import SpeculationConfig
@@ -66,7 +66,7 @@ class Worker:
     def round(self, requests):
         B, rows = len(requests), [int(r.rid[1:]) for r in requests]
         params = LawParams.build([0.8] * B)
-        this = Round(
+        this = RoundBatch(
             requests=requests,
             rows=rows,
             pending=torch.tensor([r.output_ids[-1] for r in requests]),
@@ -138,7 +138,9 @@ def test_a_round_of_one_node_and_one_without_heads_learn_nothing():
     batch = [request("r0")]
     worker.ready(batch)
     before = worker.correction.live.corrector.vectors.clone()
-    this = Round(batch, [0], torch.tensor([3]), torch.zeros(1, H), torch.tensor([9]), LawParams.build([1.0]), [1], 1)
+    this = RoundBatch(
+        batch, [0], torch.tensor([3]), torch.zeros(1, H), torch.tensor([9]), LawParams.build([1.0]), [1], 1
+    )
     tree, laws = worker.proposals.tree(this, worker.heads, torch.rand(1, 1, dtype=torch.float64))
     assert (tree.tokens.tolist(), laws) == ([[3]], None)
     law = object()
