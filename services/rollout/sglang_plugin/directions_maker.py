@@ -77,6 +77,10 @@ class DirectionsMaker:
             if self._finished is not None:
                 self._made, self._finished = self._finished, None
                 self._looked_at = None
+                if self._device.type == "cuda":
+                    # They were made in another stream, whose allocator may take them back once they are replaced.
+                    for made in (self._made[0].rows, self._made[0].inverse):
+                        made.record_stream(torch.cuda.current_stream())
         if self._looked_at is not columns:
             self._looked_at = columns
             ids = self._ids(columns)

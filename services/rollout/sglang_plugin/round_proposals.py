@@ -36,7 +36,7 @@ CORRECTION = "correction"
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundBatch:
     """A batch of B requests. rows: theirs in SGLang's pool; pending: [B] int64; hidden: [B, H], the states before;
     lengths: [B], the pending tokens' positions; budgets: nodes of each; nodes: of the widest; cut: as `build_tree`
     takes it."""
@@ -86,7 +86,9 @@ class RoundProposals:
         # While its gate is off, one request at a time goes on learning, to be compared.
         self._scout = ""
 
-    def tree(self, this: Round, heads: HeadProposer | None, uniforms: Tensor) -> tuple[DraftTree, DepthLaws | None]:
+    def tree(
+        self, this: RoundBatch, heads: HeadProposer | None, uniforms: Tensor
+    ) -> tuple[DraftTree, DepthLaws | None]:
         """heads: None where no request of the batch asks for them. uniforms: [B, nodes] float64, for sampled children.
         Returns the trees and the laws that they were drawn from."""
         self._corrected = self._seen = None
@@ -145,7 +147,7 @@ class RoundProposals:
             self._correction.learn(self._corrected, self._seen.laws(verified))
         self._corrected = self._seen = None
 
-    def _from_heads(self, this: Round, heads: HeadProposer, with_laws: bool) -> tuple[Proposal, _Shadow | None]:
+    def _from_heads(self, this: RoundBatch, heads: HeadProposer, with_laws: bool) -> tuple[Proposal, _Shadow | None]:
         B, params = len(this.requests), this.params
         embedded = heads.embed(this.pending)
         states = heads.heads(this.hidden, embedded)
@@ -186,7 +188,7 @@ class RoundProposals:
         shadow = _Shadow(row, replace(whole, tokens=whole.tokens[B:], log_q=whole.log_q[B:]), due is not None)
         return replace(whole, tokens=whole.tokens[:B], log_q=whole.log_q[:B], laws=laws), shadow
 
-    def _asking(self, this: Round) -> list[int]:
+    def _asking(self, this: RoundBatch) -> list[int]:
         """Rows of the batch whose states are to be corrected, or would be were their gate not off."""
         asking = [
             row
@@ -202,7 +204,7 @@ class RoundProposals:
             asking = [row for row in asking if row == scout or row not in free]
         return asking
 
-    def _in_turn(self, part: str, this: Round, rows: Sequence[int]) -> int | None:
+    def _in_turn(self, part: str, this: RoundBatch, rows: Sequence[int]) -> int | None:
         """Which of some rows, that follow the configuration, is to be compared this round; None for none."""
         free = [row for row in rows if this.budgets[row] > 1 and _follows(this.requests[row])]
         if not free or not self.gates.due(part):

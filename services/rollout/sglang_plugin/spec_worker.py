@@ -36,7 +36,7 @@ from services.rollout.sglang_plugin.lazy_logits import LazyLogits
 from services.rollout.sglang_plugin.overrides import override_of
 from services.rollout.sglang_plugin.proposer import HeadProposer
 from services.rollout.sglang_plugin.reflex_slots import ReflexSlots
-from services.rollout.sglang_plugin.round_proposals import TREE, Round, RoundProposals, asks_heads
+from services.rollout.sglang_plugin.round_proposals import TREE, RoundBatch, RoundProposals, asks_heads
 from services.rollout.sglang_plugin.sampler import law_params
 from services.rollout.sglang_plugin.served_vocabulary import ServedVocabulary
 from services.rollout.sglang_plugin.slots import RequestSlots
@@ -284,7 +284,7 @@ class SpeculativeWorker(BaseSpecWorker):
         self, batch, budgets: list[int], nodes: int, params: LawParams, uniforms: Tensor
     ) -> tuple[DraftTree, DepthLaws | None]:
         rows = batch.req_pool_indices.to(torch.int64)
-        this = Round(
+        this = RoundBatch(
             batch.reqs,
             rows.tolist(),
             self.slots.pending[rows],
