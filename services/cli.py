@@ -290,6 +290,9 @@ def lossless(
     json_: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Writes the verdict there too.")] = None,
     threads: Threads = 0,
     seed: Annotated[int, typer.Option("--seed", help="Of all draws.")] = 0,
+    correction_form: Annotated[
+        str, typer.Option("--correction-form", help="Of the way with the heads' correction: whitened, bias or credit.")
+    ] = "whitened",
     planted_bias: Annotated[float, typer.Option("--planted-bias", hidden=True)] = 0.0,
 ) -> None:
     """Proves on the served engine that speculation does not change what is sampled; exit code 1 where it does."""
@@ -307,6 +310,7 @@ def lossless(
             draws=draws,
             greedy_prompts=greedy_prompts,
             greedy_tokens=greedy_tokens,
+            correction_form=correction_form,
             planted_bias=planted_bias,
         )
         return lossless_command(model, heads, options, data_of(config), json_)

@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 
 from services.config_section import Section
 
+CorrectionForm = Literal["whitened", "bias", "credit"]
+
 
 class SpeculationConfig(Section):
     """Speculative decoding with future-token heads. It changes how fast tokens come, never their law.
@@ -40,7 +42,7 @@ class SpeculationConfig(Section):
     siblings: bool = True
     table: bool = False
     correction: Literal["off", "trajectory", "group"] = "off"
-    correction_form: Literal["whitened", "bias", "credit"] = "whitened"
+    correction_form: CorrectionForm = "whitened"
     gate: bool = True
     planted_bias: float = Field(0.0, ge=0, le=1)
 

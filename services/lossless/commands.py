@@ -227,6 +227,7 @@ def _engine_config(options: LosslessOptions, heads: Path, threads: int, longest_
             heads=heads,
             nodes=options.nodes,
             max_nodes=options.nodes,
+            correction_form=options.correction_form,
             planted_bias=options.planted_bias,
         ),
     )

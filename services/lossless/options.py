@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from services.config import DataConfig
 from services.config_loader import load_config
 from services.rollout.completion import SpeculationOverride
+from services.speculation_config import CorrectionForm
 from specroll_core.contracts import SamplingParams
 from specroll_core.law import LawParams
 
@@ -18,6 +20,7 @@ EDGE = 1e-4
 PLAIN, TARGET_MATCH, SAMPLED_CHILD = "plain", "target_match", "sampled_child"
 # Heads and the trajectory memory, as a run has them.
 SPECULATION = "speculation"
+CORRECTION = "correction"
 
 WORD_PROBLEMS = DataConfig(
     source="reasoning-gym:gsm_symbolic",
@@ -66,6 +69,7 @@ class LosslessOptions:
     prefixes, draws: fixed prefixes per law, and second tokens drawn after each in each way of decoding. greedy_prompts,
     greedy_tokens: compared at temperature 0. certain: probability that the token before a tested one must have.
     entropy: nats between which the law after a fixed prefix must lie, so that there is something to see.
+    correction_form: of the way that corrects the heads' states.
     planted_bias: probability of a wrong acceptance, 0 except to see the proof fail.
     """
 
@@ -82,6 +86,7 @@ class LosslessOptions:
     certain: float = 0.9
     entropy: tuple[float, float] = (0.7, 3.0)
     running: int = 32
+    correction_form: str = "whitened"
     planted_bias: float = 0.0
 
     def __post_init__(self) -> None:
@@ -96,6 +101,8 @@ class LosslessOptions:
             raise ValueError(f"--prefixes {self.prefixes} must be 0 or more.")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"--dtype {self.dtype} must be float32 or bfloat16.")
+        if self.correction_form not in get_args(CorrectionForm):
+            raise ValueError(f"--correction-form {self.correction_form} must be whitened, bias or credit.")
 
     def ways(self) -> dict[str, SpeculationOverride]:
         """Ways of decoding that one engine offers, by name."""
@@ -104,4 +111,5 @@ class LosslessOptions:
             TARGET_MATCH: SpeculationOverride(nodes=self.nodes, rule="target_match", parts=("heads",)),
             SAMPLED_CHILD: SpeculationOverride(nodes=self.nodes, rule="sampled_child", parts=("heads",)),
             SPECULATION: SpeculationOverride(nodes=self.nodes, rule="sampled_child"),
+            CORRECTION: SpeculationOverride(nodes=self.nodes, parts=("heads", "memory", "correction")),
         }

@@ -45,7 +45,7 @@ def test_the_engine_is_lossless(tiny_dir, heads, tmp_path):
     found = json.loads(report.read_text())
     assert found["passed"]
     kinds = {(c["kind"], c["way"]) for c in found["checks"]}
-    ways = ("plain", "target_match", "sampled_child", "speculation")
+    ways = ("plain", "target_match", "sampled_child", "speculation", "correction")
     assert kinds == {(kind, way) for kind in ("frequencies", "leaning", "betting") for way in ways}
     assert found["acceptance_length"]["plain"] == 1
     assert min(found["acceptance_length"][way] for way in ways[1:]) > 1
@@ -59,7 +59,7 @@ def test_the_engine_is_lossless(tiny_dir, heads, tmp_path):
 def test_a_planted_bias_is_found(tiny_dir, heads):
     verdict = prove(str(tiny_dir), heads, replace(OPTIONS, planted_bias=0.02, draws=1), DATA)
     assert not verdict.passed
-    assert {check.way for check in verdict.rejected} <= {"target_match", "sampled_child", "speculation"}
+    assert {check.way for check in verdict.rejected} <= {"target_match", "sampled_child", "speculation", "correction"}
     # At top-p a wrong token may also be a forbidden one; the law without filters must give it away as well.
     assert any(check.law == "T=1" for check in verdict.rejected)
 
@@ -92,6 +92,7 @@ def test_what_makes_a_verdict_fail():
         (["--heads", "none", "--nodes", "1"], "--nodes 1"),
         (["--heads", "none", "--draws", "0"], "--draws 0"),
         (["--heads", "none", "--dtype", "int8"], "--dtype int8"),
+        (["--heads", "none", "--correction-form", "grey"], "--correction-form grey"),
         (["--heads", "none"], "speculation.heads = none"),
         (["--heads", "none", "--json", "nowhere/verdict.json"], "--json nowhere"),
         (["--heads", "none", "--config", "nowhere.toml"], "nowhere.toml"),
