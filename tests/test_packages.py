@@ -21,9 +21,14 @@ def test_an_installation_without_this_directory_has_every_package():
 
 
 def test_and_every_file_that_is_not_python():
-    named = {(package, name) for package, names in SETTINGS["package-data"].items() for name in names}
+    named = {
+        path
+        for package, patterns in SETTINGS["package-data"].items()
+        for pattern in patterns
+        for path in ROOT.joinpath(*package.split(".")).glob(pattern)
+    }
     held = {
-        (".".join(path.parent.relative_to(ROOT).parts), path.name)
+        path
         for top in ("services", "specroll_core")
         for path in (ROOT / top).rglob("*")
         if path.is_file() and path.suffix not in {".py", ".pyc"}

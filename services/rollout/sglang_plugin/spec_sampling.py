@@ -29,6 +29,11 @@ class NodeLogitRows:
         self._values = values
         self._lm_head = lm_head
 
+    @property
+    def whole(self) -> Tensor | None:
+        """[B N, V], None where there are hidden states only."""
+        return self._values if self._lm_head is None else None
+
     def __getitem__(self, rows: Tensor) -> Tensor:
         """rows: [n] int64. Returns [n, V] float32."""
         values = self._values.index_select(0, rows)
@@ -46,6 +51,11 @@ class NodeLaw:
         self._bias = bias
         self._requests = requests
         self._penalised = {row for row, request in enumerate(requests) if has_penalties(request.sampling_params)}
+
+    @property
+    def bare(self) -> Tensor | None:
+        """[B N, V] the logits of all nodes, where there are no others and nothing changes them."""
+        return None if self._penalised or self._bias is not None else self._logits.whole
 
     def __call__(self, request: Tensor, node: Tensor) -> Tensor:
         """request, node: [n] int64. Returns [n, V] float32."""

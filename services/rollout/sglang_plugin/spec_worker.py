@@ -30,7 +30,7 @@ from torch import Tensor
 from services.config import SpeculationConfig
 from services.rollout.completion import SpeculationStats
 from services.rollout.heads_file import load_heads
-from services.rollout.sglang_plugin import feedback
+from services.rollout.sglang_plugin import feedback, native_walk
 from services.rollout.sglang_plugin.correction_slots import CorrectionSlots
 from services.rollout.sglang_plugin.lazy_logits import LazyLogits
 from services.rollout.sglang_plugin.overrides import override_of
@@ -81,6 +81,7 @@ class SpeculativeWorker(BaseSpecWorker):
         # On a GPU, graphs of a speculative engine exist for verification only, and for some widths only.
         self._decodes_plainly = get_device().device == "cpu"
         self._widths: VerifyWidths | None = None
+        self._native = native_walk.load() if self._decodes_plainly and not self.config.planted_bias else None
         self.stats = SpeculationStats()
         self.scorer = CountTableScorer.with_prior()
         self.reflex = ReflexSlots(self.config)
@@ -206,8 +207,12 @@ class SpeculativeWorker(BaseSpecWorker):
         logits = NodeLogitRows(logits_output.next_token_logits, self.lazy_logits.rows if lazily else None)
         forwarded = time.perf_counter()
 
-        law = self.proposals.watch(NodeLaw(logits, tree, requests, info.logit_bias), params)
-        verified = verify(tree, law, params, walked, laws, planted_bias=self.config.planted_bias)
+        law = NodeLaw(logits, tree, requests, info.logit_bias)
+        watched = self.proposals.watch(law, params)
+        if self._native is not None and watched is law and self._native.fits(law.bare, params):
+            verified = self._native.verify(tree, law.bare, params, walked, laws)
+        else:
+            verified = verify(tree, watched, params, walked, laws, planted_bias=self.config.planted_bias)
         drafted, emitted = tree.drafted.tolist(), verified.lengths.tolist()
         sources = accepted_sources(tree, verified)
         kept = self._keep(

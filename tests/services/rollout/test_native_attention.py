@@ -1,14 +1,12 @@
-"""The compiled attention against a naive loop over queries and heads, and what happens where it cannot be compiled."""
+"""The compiled attention against a naive loop over queries and heads."""
 
 from __future__ import annotations
 
-import logging
 import math
 
 import pytest
 import torch
 
-from services.rollout.sglang_plugin import native_attention
 from services.rollout.sglang_plugin.attention import trees_of
 from services.rollout.sglang_plugin.native_attention import Queries, fits, load
 from tests.paged_pool import HEADS, make_pool, naive_attention, random_trees, seen_in_trees
@@ -110,24 +108,3 @@ def test_masks_of_whole_sequences_and_of_trees_are_the_same():
     full = torch.cat([s.flatten() for s in seen_in_trees(lengths, trees)])
     assert trees_of(full, lengths, nodes).equal(trees)
     assert trees_of(trees.flatten(), lengths, nodes).equal(trees)
-
-
-@pytest.mark.parametrize("compiler", ["/bin/false", "/nowhere/c++"])
-def test_without_a_compiler_the_log_says_so_and_pytorch_goes_on(monkeypatch, tmp_path, caplog, compiler):
-    monkeypatch.setenv("SPECROLL_CACHE", str(tmp_path))
-    monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setattr(native_attention.shutil, "which", lambda name: name if name == "/bin/false" else None)
-    with caplog.at_level(logging.WARNING):
-        assert native_attention.load.__wrapped__() is None
-    assert "plain PyTorch" in caplog.text
-    assert not list(tmp_path.rglob("*.so"))
-
-
-def test_what_was_compiled_once_is_not_compiled_again(monkeypatch, tmp_path, native):
-    monkeypatch.setenv("SPECROLL_CACHE", str(tmp_path))
-    made = native_attention._compiled()
-    monkeypatch.setattr(native_attention.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
-    assert native_attention._compiled() == made
-    monkeypatch.setattr(native_attention, "_processor", lambda: "another machine's")
-    with pytest.raises(pytest.fail.Exception):
-        native_attention._compiled()

@@ -10,48 +10,12 @@
 #include <type_traits>
 #include <vector>
 
+#include "vectors.h"
+
 namespace {
 
-// Sixteen floats, of keys or of dimensions: the compiler makes of it what the processor has.
-constexpr int WIDE = 16;
-// The score of what a row does not see: beside any other its exponential is 0, and a node sees itself.
-constexpr float NEVER = -1e30f;
 // Keys between one that is read and one that is asked for.
 constexpr int AHEAD = 2 * WIDE;
-typedef float Floats __attribute__((vector_size(4 * WIDE)));
-typedef int32_t Ints __attribute__((vector_size(4 * WIDE)));
-typedef uint32_t Words __attribute__((vector_size(4 * WIDE)));
-typedef uint16_t Halves __attribute__((vector_size(2 * WIDE)));
-
-struct bfloat16 {
-  uint16_t bits;
-};
-
-inline float to_float(float x) { return x; }
-inline float to_float(bfloat16 x) {
-  uint32_t bits = uint32_t(x.bits) << 16;
-  float out;
-  std::memcpy(&out, &bits, sizeof out);
-  return out;
-}
-
-inline void store(float x, float* out) { *out = x; }
-inline void store(float x, bfloat16* out) {  // to the nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  out->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-inline Floats load(const float* from) {
-  Floats out;
-  std::memcpy(&out, from, sizeof out);
-  return out;
-}
-inline Floats load(const bfloat16* from) {
-  Halves halves;
-  std::memcpy(&halves, from, sizeof halves);
-  return Floats(__builtin_convertvector(halves, Words) << 16);
-}
 
 // Sixteen vectors become their own transpose: in each round the first half is interleaved with the second.
 inline void transpose(Words (&rows)[WIDE]) {
@@ -124,22 +88,6 @@ inline void add_values(const float* weights, int64_t width, const T* pool, int64
     }
     for (int r = 0; r < R; ++r) std::memcpy(out + r * D + at, sums[r], sizeof sums[r]);
   }
-}
-
-// e^x for x <= 0, to 1e-7 of it: 2^n e^r with |r| <= ln 2 / 2, and e^r by its series.
-inline Floats exponential(Floats x) {
-  const Floats zero = {}, least = zero - 87.f, magic = zero + 12582912.f;  // adding 1.5 * 2^23 rounds to a whole number
-  x = x > least ? x : (x == x ? least : x);
-  const Floats n = (x * 1.44269504f + magic) - magic;
-  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Floats series = zero + 1.f / 720;
-  for (const float term : {1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2, 1.f, 1.f}) series = series * r + term;
-  return series * Floats((__builtin_convertvector(n, Ints) + 127) << 23);
-}
-
-inline float reduce(Floats x, float start, float (*f)(float, float)) {
-  for (int i = 0; i < WIDE; ++i) start = f(start, x[i]);
-  return start;
 }
 
 // Softmax over a row of whole vectors, whose end is filled with NEVER.
