@@ -127,7 +127,11 @@ def eval_command(heads_dir: Path, config_path: Path, overrides: Sequence[str], t
     config = load_config(config_path, overrides)
     if tokens < 1:
         raise ValueError(f"--tokens {tokens} must be at least 1.")
-    loaded = load_artifact(heads_dir, ModelFingerprint.of(fetch_model(config.model.source)))
+    model = ModelFingerprint.of(fetch_model(config.model.source))
+    # Training moves the LM head: how far heads of an earlier policy have fallen behind is worth measuring.
+    loaded = load_artifact(heads_dir, model, lm_head_may_differ=True)
+    if loaded.manifest.model.lm_head_sha256 != model.lm_head_sha256:
+        console.print("These heads were trained with another LM head than the model's, which has been trained since.")
     target = _load(config, threads)
     heads = loaded.heads.to(target.device)
     _measure(heads, _fresh_rollouts(config, target, tokens, threads), config, target)

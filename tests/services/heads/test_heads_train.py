@@ -214,13 +214,21 @@ def test_mistakes_take_one_sentence_and_leave_nothing(config, tmp_path, words, r
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
 
-def test_heads_of_another_model_are_not_measured(config, target, other_tiny_dir, tmp_path):
+def test_heads_of_another_model_are_not_measured_and_of_an_earlier_policy_they_are(
+    config, target, other_tiny_dir, tmp_path
+):
     from services.heads.artifact import HeadsManifest, TrainedOn, write_heads
 
     heads = FutureTokenHeads(HeadsSpec(3, 64, 8, 320))
-    stranger = replace(target.fingerprint, lm_head_sha256=ModelFingerprint.of(other_tiny_dir).lm_head_sha256)
-    write_heads(tmp_path / "heads", heads, HeadsManifest(stranger, TrainedOn(1, 1, "test")))
-    done = cli("eval", tmp_path / "heads", config)
+    stranger = replace(target.fingerprint, config_sha256="0" * 64)
+    write_heads(tmp_path / "stranger", heads, HeadsManifest(stranger, TrainedOn(1, 1, "test")))
+    done = cli("eval", tmp_path / "stranger", config)
     assert done.exit_code == 2
-    assert "another LM head" in done.stderr
+    assert "another configuration" in done.stderr
+    earlier = replace(target.fingerprint, lm_head_sha256=ModelFingerprint.of(other_tiny_dir).lm_head_sha256)
+    write_heads(tmp_path / "earlier", heads, HeadsManifest(earlier, TrainedOn(1, 1, "test")))
+    done = cli("eval", tmp_path / "earlier", config, "--tokens", 60, "--threads", 1)
+    assert done.exit_code == 0, done.output
+    assert "another LM head" in done.output
+    assert "sampled_child" in done.output
     assert cli("show", tmp_path / "absent").exit_code == 2
