@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 IN_FLIGHT = 32
 # Requests until all that has a bound of its own is full: the table of rollouts holds 32,768 tokens.
 WARM = 12_000
-# Of one stretch: the allocator's own unrest. A state of 1 KB kept for each request would be 5 MB in every one of them; a
-# thread that makes the correction's directions anew takes an arena of its own once, in one of them.
+# Of one stretch: the allocator's own unrest. A state of 1 KB kept for each request would be 5 MB in every stretch; a
+# thread that makes the correction's directions anew takes an arena of its own once, in one.
 STRETCHES, STRETCH = 2, 5_000
 GROWTH_BYTES = 2 * 2**20
 
