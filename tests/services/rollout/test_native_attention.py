@@ -15,14 +15,6 @@ SIZES = [32, 64, 96, 128]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 3e-2}
 
 
-@pytest.fixture(params=[1, 2], ids=lambda n: f"{n} threads")
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def native():
     found = load()

@@ -26,14 +26,6 @@ def native():
     return found
 
 
-@pytest.fixture(params=[1, 2], ids=lambda n: f"{n} threads")
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 def assert_same(one, other):
     for name in ("tokens", "lengths", "nodes"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
