@@ -235,7 +235,11 @@ def bench(
     learner: Annotated[bool, typer.Option("--learner", help="Train on the other half of the cores meanwhile.")] = False,
     hf: Annotated[bool, typer.Option("--hf", help="Measure transformers.generate too, for scale.")] = False,
     ablate: Annotated[
-        bool, typer.Option("--ablate", help="Compare what each proposer adds, at 4, 8 and 16 nodes, instead of speed.")
+        bool,
+        typer.Option(
+            "--ablate",
+            help="Compare what each proposer adds, at 4, 8 and 16 nodes, instead of speed: with the first of --arms.",
+        ),
     ] = False,
     threads: Threads = 0,
     json_: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Writes all figures there.")] = None,
@@ -246,12 +250,12 @@ def bench(
 
     def run() -> int:
         from services.bench.commands import bench_command
-        from services.bench.options import DEFAULT_ARMS, BenchOptions
+        from services.bench.options import BenchOptions
 
         options = BenchOptions(
             concurrency=tuple(_numbers("--concurrency", concurrency, int)),
             temperatures=tuple(_numbers("--temperature", temperature, float)),
-            arms=tuple(arms.split(",")) if arms else DEFAULT_ARMS,
+            arms=tuple(arms.split(",")) if arms else None,
             nodes=nodes or None,
             widths=tuple(_numbers("--widths", widths, int)) if widths else (),
             rounds=rounds,

@@ -12,15 +12,12 @@ from dataclasses import dataclass, replace
 
 from rich.table import Table
 
-from services.bench.options import ABLATED, ARMS, BASELINE, WARMED
+from services.bench.options import ARMS, WARMED
 from services.bench.result import Interval, gain_of, ratio_of_sums
 from services.rollout.engine import RolloutEngine
 from specroll_core.contracts import SamplingParams
 
 _COMPLETION_SECONDS = 600.0
-# Prompts that are completed before anything counts.
-_WARM = 16
-
 _numbers = itertools.count()
 
 
@@ -39,35 +36,42 @@ class Acceptance:
 async def ablate(
     engine: RolloutEngine,
     prompts: Sequence[Sequence[int]],
+    warm: Sequence[Sequence[int]],
     sampling: SamplingParams,
     *,
+    arms: Sequence[str],
+    baseline: str,
     nodes: Sequence[int],
     temperatures: Sequence[float],
     concurrency: int,
     group_size: int,
+    divided: bool,
     progress: Callable[[int, int], None],
 ) -> list[Acceptance]:
-    """nodes: beside the root. group_size: completions of each prompt, in flight together and learning from each other
-    where there is more than one."""
+    """warm: prompts that are completed before anything counts, none of `prompts`. arms: of `ARMS`; gains are relative
+    to `baseline`, one of them. nodes: beside the root. group_size: completions of each prompt, in flight together and
+    learning from each other where there is more than one. divided: each temperature and number of nodes has its own
+    share of the prompts, so that none is completed twice by an arm that remembers what it completed."""
     cells = list(itertools.product(temperatures, nodes))
-    whole, done = len(cells) * len(ABLATED) + 1, 0
+    whole, done = len(cells) * len(arms) + 1, 0
     found: list[Acceptance] = []
     # The scorer and the proposals' vocabulary follow what they see: nobody is to meet them fresh, and the order of the
     # arms moves on by one from cell to cell.
     for arm in WARMED:
-        await _sums(engine, prompts[:_WARM], sampling, max(nodes), arm, concurrency, group_size)
+        await _sums(engine, warm, sampling, max(nodes), arm, concurrency, group_size)
     for turn, (temperature, count) in enumerate(cells):
         law = replace(sampling, temperature=temperature)
+        here = prompts[turn :: len(cells)] if divided else prompts
         sums: dict[str, list[tuple[float, float]]] = {}
-        for i in range(len(ABLATED)):
+        for i in range(len(arms)):
             progress(done := done + 1, whole)
-            arm = ABLATED[(turn + i) % len(ABLATED)]
-            sums[arm] = await _sums(engine, prompts, law, count, arm, concurrency, group_size)
+            arm = arms[(turn + i) % len(arms)]
+            sums[arm] = await _sums(engine, here, law, count, arm, concurrency, group_size)
         # A prompt that was answered by one token has not been drafted for.
-        drafted = [i for i in range(len(prompts)) if all(row[i][1] for row in sums.values())]
-        sums = {arm: [sums[arm][i] for i in drafted] for arm in ABLATED}
-        for arm in ABLATED:
-            gain = None if arm == BASELINE or not drafted else gain_of(sums[arm], sums[BASELINE])
+        drafted = [i for i in range(len(here)) if all(row[i][1] for row in sums.values())]
+        sums = {arm: [sums[arm][i] for i in drafted] for arm in arms}
+        for arm in arms:
+            gain = None if arm == baseline or not drafted else gain_of(sums[arm], sums[baseline])
             found.append(Acceptance(arm, count, temperature, ratio_of_sums(sums[arm]), gain))
     progress(whole, whole)
     return found
@@ -108,11 +112,11 @@ async def _sums(
     return list(await asyncio.wait_for(each, _COMPLETION_SECONDS * len(prompts)))
 
 
-def ablation_table(found: Sequence[Acceptance], temperature: float) -> Table:
+def ablation_table(found: Sequence[Acceptance], temperature: float, baseline: str) -> Table:
     """A row for each way of drafting, two columns for each number of nodes."""
     here = [a for a in found if a.temperature == temperature]
     counts = sorted({a.nodes for a in here})
-    out = Table(title=f"temperature {temperature:g}: tokens per step at equal nodes, and the gain over {BASELINE}")
+    out = Table(title=f"temperature {temperature:g}: tokens per step at equal nodes, and the gain over {baseline}")
     out.add_column("arm", no_wrap=True)
     for count in counts:
         out.add_column(f"{count} nodes", justify="right", no_wrap=True)

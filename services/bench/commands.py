@@ -15,7 +15,7 @@ from rich.console import Console
 from services.bench import beside
 from services.bench.ablate import ablate, ablation_table
 from services.bench.measure import Bench
-from services.bench.options import ABLATED_NODES, BenchOptions
+from services.bench.options import ABLATED_NODES, BenchOptions, reads_table
 from services.bench.report import notes, table, write_json, write_plot
 from services.bench.result import BenchResult, Curve, bounds_of
 from services.config import Config, EngineConfig
@@ -31,6 +31,8 @@ from services.rollout.engine import RolloutEngine
 # A window of the slowest machine that anybody would wait for.
 _CELL_SECONDS = 3600.0
 _HF_TOKENS = 64
+# Prompts that an ablation completes before anything counts.
+_WARM = 16
 # A pipe has no width of its own, and a table that is cut says nothing.
 _PIPE_WIDTH = 132
 
@@ -40,6 +42,11 @@ def bench_command(config_path: Path, overrides: Sequence[str], options: BenchOpt
     check_output("--json", options.json)
     check_output("--plot", options.plot)
     config = load_config(config_path, [*overrides, "rollout.engine.speculation.enabled=true"])
+    if config.rollout.engine.speculation.table and not options.ablate:
+        raise ValueError(
+            "specroll bench repeats its prompts, and rollout.engine.speculation.table is for other prompts' rollouts: "
+            "leave it off, or compare tokens per step with --ablate."
+        )
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
@@ -86,22 +93,33 @@ def measure(config: Config, options: BenchOptions) -> BenchResult:
 def _ablate(config: Config, options: BenchOptions, console: Console) -> int:
     if config.rollout.engine.speculation.heads is None:
         raise ValueError("specroll bench --ablate compares heads: set rollout.engine.speculation.heads.")
+    table = config.rollout.engine.speculation.table
+    if table and sum(map(reads_table, options.chosen)) > 1:
+        raise ValueError(
+            "specroll bench --ablate completes the same prompts with every arm, and rollout.engine.speculation.table "
+            "is for other prompts' rollouts: name one arm at most that reads it, as in --arms "
+            "heads-own-memory,heads-memory."
+        )
     setting = _Setting.of(config, options)
     with setting.serving(config) as engine, asyncio.Runner() as runner, progress_bar("completing", None) as step:
         found = runner.run(
             ablate(
                 engine,
                 setting.prompts,
+                setting.warm,
                 config.sampling.to_params(),
+                arms=options.chosen,
+                baseline=options.baseline,
                 nodes=(options.nodes,) if options.nodes else ABLATED_NODES,
                 temperatures=options.temperatures,
                 concurrency=max(options.concurrency),
                 group_size=options.group_size,
+                divided=table,
                 progress=step,
             )
         )
     for temperature in options.temperatures:
-        console.print(ablation_table(found, temperature))
+        console.print(ablation_table(found, temperature, options.baseline))
     if options.json is not None:
         environment = _environment(config, options, setting.engine, setting.directory)
         record = {"environment": environment, "ablation": [asdict(a) for a in found]}
@@ -111,10 +129,11 @@ def _ablate(config: Config, options: BenchOptions, console: Console) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """What is measured on: the model's directory, held-out prompts, and the engine's configuration."""
+    """What is measured on: the model's directory, held-out prompts, some others, and the engine's configuration."""
 
     directory: Path
     prompts: list[tuple[int, ...]]
+    warm: list[tuple[int, ...]]
     engine: EngineConfig
 
     @staticmethod
@@ -123,9 +142,11 @@ class _Setting:
         directory = fetch_model(config.model.source)
         # Beside a learner the engine has the first half of the cores, as in a run on one machine.
         threads = options.threads or (half_of_the_cores() if options.learner else len(cores()))
-        prompts = _prompts(config, directory, options.prompts)
-        longest = max(map(len, prompts))
-        return _Setting(directory, prompts, _engine_config(config, options, threads, tuple(cores()[:threads]), longest))
+        prompts, warm = _prompts(config, directory, options.prompts)
+        longest = max(map(len, [*prompts, *warm]))
+        return _Setting(
+            directory, prompts, warm, _engine_config(config, options, threads, tuple(cores()[:threads]), longest)
+        )
 
     @contextlib.contextmanager
     def serving(self, config: Config) -> Iterator[RolloutEngine]:
@@ -154,14 +175,15 @@ def _run(runner: asyncio.Runner, bench: Bench, options: BenchOptions, result: Be
     result.bounds.extend(bounds_of(curves))
 
 
-def _prompts(config: Config, directory: Path, count: int) -> list[tuple[int, ...]]:
-    """Held-out ones, which no heads were trained on. Raises ValueError where the configuration holds none out."""
+def _prompts(config: Config, directory: Path, count: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Held-out ones, which no heads were trained on, and some of the others to warm up with. Raises ValueError where
+    the configuration holds none out."""
     from transformers import AutoTokenizer
 
     loaded = load_prompts(config.data, AutoTokenizer.from_pretrained(directory), config.run.seed)
     if not loaded.holdout:
         raise ValueError("specroll bench takes held-out prompts, and data.holdout is 0.")
-    return [tuple(prompt.ids) for prompt in loaded.holdout[:count]]
+    return [tuple(p.ids) for p in loaded.holdout[:count]], [tuple(p.ids) for p in loaded.train[:_WARM]]
 
 
 def _engine_config(
@@ -180,12 +202,7 @@ def _engine_config(
             "max_running_requests": max(most, old.max_running_requests),
             "max_total_tokens": max(room, old.max_total_tokens),
             "speculation": old.speculation.model_copy(
-                # Whoever completes the same prompts later would find them in the table.
-                update={
-                    "nodes": 0,
-                    "max_nodes": max(tree, old.speculation.max_nodes),
-                    "table": old.speculation.table and not options.ablate,
-                }
+                update={"nodes": 0, "max_nodes": max(tree, old.speculation.max_nodes)}
             ),
         }
     )

@@ -40,15 +40,15 @@ class Bench:
         """How many there are in all."""
         o = self._options
         curve = 1 + len(o.widths) if o.widths and o.curve_of else 0
-        return len(o.temperatures) * len(o.concurrency) * o.rounds * (len(o.arms) + curve)
+        return len(o.temperatures) * len(o.concurrency) * o.rounds * (len(o.chosen) + curve)
 
     async def cell(self, concurrency: int, temperature: float) -> tuple[list[ArmResult], Curve | None]:
         """Each arm in each round, in an order that moves on by one every round, and then each width of the curve.
 
         So a machine that is slower for a while is so for all of them.
         """
-        taken: dict[str, list[Window]] = {arm: [] for arm in self._options.arms}
-        names = list(self._options.arms)
+        taken: dict[str, list[Window]] = {arm: [] for arm in self._options.chosen}
+        names = list(self._options.chosen)
         seen: dict[int, list[Window]] = {}
         for number in range(self._options.rounds):
             turn = number % len(names)

@@ -18,12 +18,14 @@ ARMS: dict[str, SpeculationOverride] = {
     "heads-lookup": SpeculationOverride(parts=("heads", "lookup")),
     "heads-correction": SpeculationOverride(parts=("heads", "correction")),
     "heads-correction-group": SpeculationOverride(parts=("heads", "correction-group")),
+    "heads-own-memory": SpeculationOverride(parts=("heads", "own-memory")),
     "heads-memory": SpeculationOverride(parts=("heads", "memory")),
     "heads-memory-correction": SpeculationOverride(parts=("heads", "memory", "correction")),
     "heads-memory-correction-group": SpeculationOverride(parts=("heads", "memory", "correction-group")),
     "speculation": SpeculationOverride(),
 }
-# What `--ablate` compares, and with what: heads merged with plain suffix matches under the same scorer.
+# What `--ablate` compares unless arms are named, and with what: heads merged with plain suffix matches under the same
+# scorer.
 BASELINE = "heads-lookup"
 ABLATED = (
     "lookup",
@@ -33,6 +35,7 @@ ABLATED = (
     "heads-correction",
     "heads-correction-group",
     BASELINE,
+    "heads-own-memory",
     "heads-memory",
     "heads-memory-correction",
     "heads-memory-correction-group",
@@ -45,17 +48,25 @@ _BOUND_ARMS = ("speculation", "heads", "heads-target-match", "memory", "lookup")
 DEFAULT_ARMS = (PLAIN, "lookup", "heads-target-match", "heads", "speculation")
 
 
+def reads_table(arm: str) -> bool:
+    """Whether it reads, and writes, the table of other prompts' rollouts where the configuration has one."""
+    parts = ARMS[arm].parts
+    return parts is None or "memory" in parts
+
+
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """concurrency: requests in flight. nodes: beside the root, for the arms that draft; None lets the engine choose.
-    widths: nodes beside the root at which the bound's curve is measured, () for no bound. rounds: windows of each arm,
-    taken in turn; seconds: of a window, after warmup seconds. group_size: completions of one prompt that may learn from
-    each other. learner: something trains beside the engine. hf: `transformers` generates too, for scale. ablate: tokens
-    per step of `ABLATED` on the same prompts, at `nodes` or `ABLATED_NODES`, and nothing that is a time."""
+    """arms: of `ARMS`, None for the usual ones. concurrency: requests in flight. nodes: beside the root, for the arms
+    that draft; None lets the engine choose. widths: nodes beside the root at which the bound's curve is measured, () for
+    no bound. rounds: windows of each arm, taken in turn; seconds: of a window, after warmup seconds. group_size:
+    completions of one prompt that may learn from each other. learner: something trains beside the engine. hf:
+    `transformers` generates too, for scale. ablate: tokens per step of the arms on the same prompts, at `nodes` or
+    `ABLATED_NODES`, and nothing that is a time; the first of the arms that are named is what the others are compared
+    with."""
 
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     temperatures: tuple[float, ...] = (0.6, 1.0)
-    arms: tuple[str, ...] = DEFAULT_ARMS
+    arms: tuple[str, ...] | None = None
     nodes: int | None = None
     widths: tuple[int, ...] = (1, 3, 5, 7, 11, 15)
     rounds: int = 5
@@ -71,10 +82,14 @@ class BenchOptions:
     plot: Path | None = None
 
     def __post_init__(self) -> None:
-        unknown = [arm for arm in self.arms if arm not in ARMS]
+        unknown = [arm for arm in self.chosen if arm not in ARMS]
         if unknown:
             raise ValueError(f"--arms {unknown[0]} is not known; there are {', '.join(ARMS)}.")
-        if PLAIN not in self.arms:
+        if len(set(self.chosen)) < len(self.chosen):
+            raise ValueError("--arms must name each arm once.")
+        if self.ablate and PLAIN in self.chosen:
+            raise ValueError(f"--ablate compares ways of drafting: leave {PLAIN} out of --arms.")
+        if not self.ablate and PLAIN not in self.chosen:
             raise ValueError(f"--arms must contain {PLAIN}: all others are compared with it.")
         if not self.concurrency or min(self.concurrency) < 1:
             raise ValueError("--concurrency must name numbers of at least 1.")
@@ -88,9 +103,21 @@ class BenchOptions:
             raise ValueError("--nodes must be at least 1.")
 
     @property
+    def chosen(self) -> tuple[str, ...]:
+        """The arms, in the order of the table."""
+        if self.arms is not None:
+            return self.arms
+        return ABLATED if self.ablate else DEFAULT_ARMS
+
+    @property
+    def baseline(self) -> str:
+        """What an ablation's gains are relative to."""
+        return BASELINE if self.arms is None else self.arms[0]
+
+    @property
     def curve_of(self) -> str | None:
         """The arm whose widths make the bound: what a run does where it is measured, else heads."""
-        return next((arm for arm in _BOUND_ARMS if arm in self.arms), None)
+        return next((arm for arm in _BOUND_ARMS if arm in self.chosen), None)
 
     @property
     def largest_tree(self) -> int:

@@ -21,10 +21,11 @@ class SpeculationOverride:
     """How one request is drafted for, where it differs from the configuration; its law is the same in any case.
 
     nodes: verified per step, the pending token included; 1 is plain decoding, None leaves it to the configuration.
-    rule: as in the configuration. parts: the proposers to ask, of "heads", "memory" and "lookup" (a plain match of the
-    last tokens, as in prompt lookup), and "correction" or "correction-group", which correct the heads' states with what
-    this trajectory, or its group, has shown; None for the configured ones, as far as they are not switched off for
-    proposing worse. Parts that the engine does not have are ignored.
+    rule: as in the configuration. parts: the proposers to ask, of "heads", "memory", "own-memory" (the same without
+    siblings and table), "lookup" (a plain match of the last tokens, as in prompt lookup), and "correction" or
+    "correction-group", which correct the heads' states with what this trajectory, or its group, has shown; None for the
+    configured ones, as far as they are not switched off for proposing worse. Parts that the engine does not have are
+    ignored.
     group: equal for completions of one prompt that may learn from each other.
     """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from services.config import SpeculationConfig
 from services.rollout.sglang_plugin.overrides import override_of
@@ -15,13 +16,14 @@ from specroll_core.proposal import PathProposer
 from specroll_core.reflex import Reflex, ReflexOptions
 
 # The parts of a `SpeculationOverride` that are kept here.
-MEMORY, LOOKUP = "memory", "lookup"
+MEMORY, OWN_MEMORY, LOOKUP = "memory", "own-memory", "lookup"
 # On a request: the `ReflexSlots` that keeps something for it.
 _KEEPER = "specroll_reflex"
 
 
 class ReflexSlots:
-    """One per worker. Plain prompt lookup has a state of its own: a request asks for one of the two."""
+    """One per worker. Memory of a request's own tokens alone, and plain prompt lookup, have states of
+    their own: a request asks for one of the three."""
 
     def __init__(self, config: SpeculationConfig) -> None:
         self.enabled = config.memory != "off"
@@ -29,6 +31,7 @@ class ReflexSlots:
         options = ReflexOptions(memory=config.memory, siblings=config.siblings, table=config.table)
         self._states = {
             MEMORY: Reflex(options),
+            OWN_MEMORY: Reflex(replace(options, siblings=False, table=False)),
             LOOKUP: Reflex(ReflexOptions(memory="suffix", siblings=False)),
         }
         # Spent so far on requests that had begun while nothing was kept for them.
@@ -41,11 +44,11 @@ class ReflexSlots:
         return len(self._row_of)
 
     def wanted(self, request) -> str | None:
-        """The part that a request asks for, None for neither."""
+        """The part that a request asks for, None for none."""
         parts = override_of(request).get("parts")
         if parts is None:
             return self._default
-        return next((part for part in (MEMORY, LOOKUP) if part in parts), None)
+        return next((part for part in (MEMORY, OWN_MEMORY, LOOKUP) if part in parts), None)
 
     def proposers(self, requests: Sequence, rows: Sequence[int]) -> list[PathProposer | None]:
         """What proposes for each request's next round. rows: the requests' rows in SGLang's pool."""

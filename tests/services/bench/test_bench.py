@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from services.rollout.completion import Round
 from tests.e2e.cluster import write_tiny_run
 from tests.services.rollout.test_engine import load
 from tests.tiny_heads import make_tiny_heads
+
+_TABLE = "rollout.engine.speculation.table=true"
 
 
 def test_the_interval_of_a_ratio_is_the_bootstrap_of_turns() -> None:
@@ -149,6 +152,10 @@ def test_an_ablation_completes_every_prompt_in_every_way(tmp_path: Path, capsys:
     )
     with pytest.raises(ValueError, match="speculation.heads"):
         bench_command(config, [], options)
+    with pytest.raises(ValueError, match="name one arm at most that reads it"):
+        bench_command(config, ["rollout.engine.speculation.heads=none.safetensors", _TABLE], options)
+    with pytest.raises(ValueError, match="repeats its prompts"):
+        bench_command(config, [_TABLE], BenchOptions())
     model = load(tmp_path / "model")
     heads = make_tiny_heads(model, [[5, 6, 7], [30, 31]], tmp_path / "heads.safetensors")
     assert bench_command(config, [f"rollout.engine.speculation.heads={heads}"], options) == 0
@@ -162,6 +169,15 @@ def test_an_ablation_completes_every_prompt_in_every_way(tmp_path: Path, capsys:
             ratio = a["tokens_per_step"]["value"] / found[BASELINE]["tokens_per_step"]["value"]
             assert a["gain"]["value"] == pytest.approx(ratio - 1)
     assert "gain over heads-lookup" in capsys.readouterr().out
+    # Those named alone, against the first; and the table, over two cells that share no prompt.
+    named = replace(options, arms=("heads-own-memory", "heads-memory"), temperatures=(0.3, 0.6), prompts=4)
+    assert bench_command(config, [f"rollout.engine.speculation.heads={heads}", _TABLE], named) == 0
+    rows = json.loads((tmp_path / "ablation.json").read_text())["ablation"]
+    assert [(a["arm"], a["temperature"]) for a in rows] == [
+        (arm, temperature) for temperature in (0.3, 0.6) for arm in ("heads-own-memory", "heads-memory")
+    ]
+    assert [a["gain"] is None for a in rows] == [True, False] * 2
+    assert "gain over heads-own-memory" in capsys.readouterr().out
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
