@@ -57,8 +57,8 @@ def reads_table(arm: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
     """arms: of `ARMS`, None for the usual ones. concurrency: requests in flight. nodes: beside the root, for the arms
-    that draft; None lets the engine choose. widths: nodes beside the root at which the bound's curve is measured, () for
-    no bound. rounds: windows of each arm, taken in turn; seconds: of a window, after warmup seconds. group_size:
+    that draft; None lets the engine choose. widths: nodes beside the root at which the bound's curve is measured, ()
+    for no bound. rounds: windows of each arm, taken in turn; seconds: of a window, after warmup seconds. group_size:
     completions of one prompt that may learn from each other. learner: something trains beside the engine. hf:
     `transformers` generates too, for scale. ablate: tokens per step of the arms on the same prompts, at `nodes` or
     `ABLATED_NODES`, and nothing that is a time; the first of the arms that are named is what the others are compared
