@@ -241,6 +241,10 @@ def bench(
             help="Compare what each proposer adds, at 4, 8 and 16 nodes, instead of speed: with the first of --arms.",
         ),
     ] = False,
+    policy: Annotated[
+        Path | None,
+        typer.Option("--policy", metavar="DIR", help="Serve this policy, which the heads were not trained for."),
+    ] = None,
     threads: Threads = 0,
     json_: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Writes all figures there.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draws the ratios there.")] = None,
@@ -265,6 +269,7 @@ def bench(
             learner=learner,
             hf=hf,
             ablate=ablate,
+            policy=policy,
             threads=threads,
             json=json_,
             plot=plot,
@@ -295,7 +300,10 @@ def lossless(
     threads: Threads = 0,
     seed: Annotated[int, typer.Option("--seed", help="Of all draws.")] = 0,
     correction_form: Annotated[
-        str, typer.Option("--correction-form", help="Of the way with the heads' correction: whitened, bias or credit.")
+        str,
+        typer.Option(
+            "--correction-form", help="Of the way with the heads' correction: whitened, bias, credit or soft."
+        ),
     ] = "whitened",
     planted_bias: Annotated[float, typer.Option("--planted-bias", hidden=True)] = 0.0,
 ) -> None:

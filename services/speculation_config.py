@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from services.config_section import Section
 
-CorrectionForm = Literal["whitened", "bias", "credit"]
+CorrectionForm = Literal["whitened", "bias", "credit", "soft"]
 
 
 class SpeculationConfig(Section):
@@ -25,8 +25,8 @@ class SpeculationConfig(Section):
     completions of one group learn from each other. table: from other prompts' recent rollouts as well.
     correction: moves the heads' states by what verification has shown, of one "trajectory" or of its "group"; on top of
     the memory it has not been seen to help. correction_form: "whitened" steps that depend on the place or, to compare
-    with, a "bias" that does not, or "credit", the form of SpecRoll's authors. gate: a part of these that proposes worse
-    than its absence is switched off, and on again once it would help.
+    with, a "bias" that does not, "credit", the form of SpecRoll's authors, or "soft", votes of places that look alike.
+    gate: a part of these that proposes worse than its absence is switched off, and on again once it would help.
     planted_bias: makes verification wrong on purpose, so that tests of losslessness can be seen to fail: the
     probability of accepting a draft that was to be rejected. `specroll train` and its services refuse it.
     """

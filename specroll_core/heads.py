@@ -76,13 +76,18 @@ class FutureTokenHeads(nn.Module):
 
     def forward(self, h: Tensor, e: Tensor) -> Tensor:
         """h: [B, H], the state before the pending token; e: [B, H], its embedding. Returns z: [B, K, H] in h's type."""
-        H = self.spec.hidden
-        dtype = self.down.dtype
-        x = torch.cat([F.layer_norm(h.to(dtype), (H,)), F.layer_norm(e.to(dtype), (H,))], dim=-1)
-        K, R = self.spec.heads, self.spec.rank
-        inner = F.silu(F.linear(x, self.down.view(K * R, 2 * H), self.bias.view(-1)))  # [B, K R]
+        K, R, H = self.spec.heads, self.spec.rank, self.spec.hidden
+        inner = F.silu(F.linear(self._read(h, e), self.down.view(K * R, 2 * H), self.bias.view(-1)))  # [B, K R]
         delta = torch.bmm(inner.view(-1, K, R).transpose(0, 1), self.up.transpose(1, 2))  # [K, B, H]
         return h.unsqueeze(1) + delta.transpose(0, 1).to(h.dtype)
+
+    def inner_of_first(self, h: Tensor, e: Tensor) -> Tensor:
+        """[B, R]: the inner layer of the first head, which says what kind of place this is. h, e: as in `forward`."""
+        return F.silu(F.linear(self._read(h, e), self.down[0], self.bias[0]))
+
+    def _read(self, h: Tensor, e: Tensor) -> Tensor:
+        shape, dtype = (self.spec.hidden,), self.down.dtype
+        return torch.cat([F.layer_norm(h.to(dtype), shape), F.layer_norm(e.to(dtype), shape)], dim=-1)
 
     @torch.no_grad()
     def load_in_place(self, state: Mapping[str, Tensor]) -> None:

@@ -41,6 +41,8 @@ def bench_command(config_path: Path, overrides: Sequence[str], options: BenchOpt
     """Measures and prints; 0, or 1 where the engine fails. Raises ValueError for what a user can put right."""
     check_output("--json", options.json)
     check_output("--plot", options.plot)
+    if options.policy is not None and not (options.policy / "config.json").is_file():
+        raise ValueError(f"--policy {options.policy} must be a directory with a model; there is no config.json in it.")
     config = load_config(config_path, [*overrides, "rollout.engine.speculation.enabled=true"])
     if config.rollout.engine.speculation.table and not options.ablate:
         raise ValueError(
@@ -85,6 +87,7 @@ def measure(config: Config, options: BenchOptions) -> BenchResult:
         company,
         progress_bar("measuring", None) as step,
     ):
+        _update(runner, engine, options)
         bench = Bench(engine, setting.prompts, config.sampling.to_params(), options, step)
         _run(runner, bench, options, result)
     return result
@@ -102,6 +105,7 @@ def _ablate(config: Config, options: BenchOptions, console: Console) -> int:
         )
     setting = _Setting.of(config, options)
     with setting.serving(config) as engine, asyncio.Runner() as runner, progress_bar("completing", None) as step:
+        _update(runner, engine, options)
         found = runner.run(
             ablate(
                 engine,
@@ -163,6 +167,11 @@ class _Setting:
             engine.close()
 
 
+def _update(runner: asyncio.Runner, engine: RolloutEngine, options: BenchOptions) -> None:
+    if options.policy is not None:
+        runner.run(engine.update_policy(options.policy, 1, pause_mode="retract"))
+
+
 def _run(runner: asyncio.Runner, bench: Bench, options: BenchOptions, result: BenchResult) -> None:
     curves: list[Curve] = []
     for temperature in options.temperatures:
@@ -213,9 +222,10 @@ def _environment(
 ) -> dict[str, str | int | float | bool | None]:
     import torch
 
-    recorded = replace(options, json=None, plot=None)
+    recorded = replace(options, json=None, plot=None, policy=None)
     return {
         "model": directory.name,
+        "policy": options.policy.name if options.policy else None,
         "dtype": config.model.dtype,
         "heads": str(engine.speculation.heads.name) if engine.speculation.heads else None,
         "machine": f"{platform.machine()}, {len(cores())} cores",

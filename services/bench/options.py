@@ -62,7 +62,8 @@ class BenchOptions:
     completions of one prompt that may learn from each other. learner: something trains beside the engine. hf:
     `transformers` generates too, for scale. ablate: tokens per step of the arms on the same prompts, at `nodes` or
     `ABLATED_NODES`, and nothing that is a time; the first of the arms that are named is what the others are compared
-    with."""
+    with. policy: what is served instead of the model of the configuration, put in place as a policy update is, so that
+    the heads are stale."""
 
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     temperatures: tuple[float, ...] = (0.6, 1.0)
@@ -77,6 +78,7 @@ class BenchOptions:
     learner: bool = False
     hf: bool = False
     ablate: bool = False
+    policy: Path | None = None
     threads: int = 0
     json: Path | None = None
     plot: Path | None = None

@@ -102,7 +102,7 @@ class LosslessOptions:
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"--dtype {self.dtype} must be float32 or bfloat16.")
         if self.correction_form not in get_args(CorrectionForm):
-            raise ValueError(f"--correction-form {self.correction_form} must be whitened, bias or credit.")
+            raise ValueError(f"--correction-form {self.correction_form} must be whitened, bias, credit or soft.")
 
     def ways(self) -> dict[str, SpeculationOverride]:
         """Ways of decoding that one engine offers, by name."""

@@ -24,6 +24,7 @@ from specroll_core.proposal import propose_from_logits
 from specroll_core.scorer import CountTableScorer
 from specroll_core.seen_laws import Laws, SeenLaws
 from specroll_core.slot_pool import IDLE_ROUNDS
+from specroll_core.soft_correction import SoftCorrection, SoftOptions
 from specroll_core.tree import DraftTree, build_tree
 from specroll_core.verify import verify
 from specroll_core.whitening import Directions, whitened_rows
@@ -61,7 +62,19 @@ def credit(slots: int, lm_head: Tensor) -> Corrector:
     return CreditCorrection(slots, K, lm_head.shape[1], lambda tokens: lm_head[tokens], patience=0.1)
 
 
-FORMS: dict[str, Callable[[int, Tensor], Corrector]] = {"whitened": whitened, "bias": bias, "credit": credit}
+def soft(slots: int, lm_head: Tensor) -> Corrector:
+    rows = whitened_rows(lm_head, torch.ones(len(lm_head)))
+    directions = Directions.of(rows, torch.arange(len(lm_head)), len(lm_head))
+    options = SoftOptions(places=4, voters=2, bound=1.0)
+    return SoftCorrection(slots, K, directions, lambda h, e: torch.cat([h, e], dim=-1), 2 * lm_head.shape[1], options)
+
+
+FORMS: dict[str, Callable[[int, Tensor], Corrector]] = {
+    "whitened": whitened,
+    "bias": bias,
+    "credit": credit,
+    "soft": soft,
+}
 
 
 @dataclass

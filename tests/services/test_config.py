@@ -43,7 +43,7 @@ def test_no_file_gives_the_defaults():
     ("overrides", "problem"),
     [
         (["correction=on"], "must be one of 'off', 'trajectory' or 'group'"),
-        (["correction_form=authors"], "must be one of 'whitened', 'bias' or 'credit'"),
+        (["correction_form=authors"], "must be one of 'whitened', 'bias', 'credit' or 'soft'"),
         (["gate=perhaps"], "rollout.engine.speculation.gate"),
         (["nodes=1", "correction=group"], "needs more than one node"),
     ],

@@ -22,6 +22,7 @@ from specroll_core.credit_correction import CreditCorrection
 from specroll_core.heads import ProposalVocabulary
 from specroll_core.live_correction import Corrected, Learner, LiveCorrection
 from specroll_core.seen_laws import Laws
+from specroll_core.soft_correction import SoftCorrection, SoftOptions
 from specroll_core.tree import DraftTree
 
 # The parts of a `SpeculationOverride` that are kept here: a trajectory's own weights, or its group's.
@@ -53,14 +54,17 @@ class CorrectionSlots:
         config: SpeculationConfig,
         requests: int,
         lm_head: Callable[[], Tensor],
+        key: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        """requests: that can run at once. lm_head: returns the [V, H] weights as they are now."""
+        """requests: that can run at once. lm_head: returns the [V, H] weights as they are now. key: what the soft form
+        compares places by, of the states and embeddings [B, H] there."""
         modes = {"off": None, "trajectory": CORRECTION, "group": CORRECTION_GROUP}
         self._default: str | None = modes[config.correction]
         self._options = CorrectionOptions()
         self._requests = requests
         self._form = config.correction_form
         self._lm_head = lm_head
+        self._key = key
         self._hidden_size = lm_head().shape[1]
         self._device = lm_head().device
         self._maker: DirectionsMaker | None = None
@@ -137,8 +141,15 @@ class CorrectionSlots:
             return False
         directions, features = made
         if self.live is None:
-            corrector: FastWeights | BiasCorrection
-            if self._form == "bias":
+            corrector: FastWeights | BiasCorrection | SoftCorrection
+            if self._form == "soft":
+                size = self._key(hidden[:1], embedded[:1]).shape[1]
+                options = SoftOptions()
+                # Tokens and weights of a place take 12 bytes each, as three numbers do.
+                numbers = heads * options.places * (size + 3 * options.tokens)
+                slots = self._slots(-(-numbers // self._hidden_size))
+                corrector = SoftCorrection(slots, heads, directions, self._key, size, options)
+            elif self._form == "bias":
                 slots = self._slots(heads)
                 corrector = BiasCorrection(slots, heads, directions)
             else:
@@ -146,7 +157,7 @@ class CorrectionSlots:
                 corrector = FastWeights(slots, heads, directions, features, self._options)
             self._allocate(corrector, slots, heads)
         assert self.live is not None
-        if isinstance(self.live.corrector, FastWeights | BiasCorrection):
+        if isinstance(self.live.corrector, FastWeights | BiasCorrection | SoftCorrection):
             self.live.corrector.directions = directions
         return True
 

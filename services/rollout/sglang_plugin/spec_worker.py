@@ -116,7 +116,7 @@ class SpeculativeWorker(BaseSpecWorker):
             seeds = heads.vocabulary
             self.proposer = HeadProposer(self.model_runner.model, heads, self.model_runner.dtype, self.device)
         self.vocabulary = ServedVocabulary(self._lm_head, self.config.vocabulary, seeds)
-        self.correction = CorrectionSlots(self.config, rows, self._lm_head)
+        self.correction = CorrectionSlots(self.config, rows, self._lm_head, self._kind_of_place)
         self.proposals = RoundProposals(self.config, self.scorer, self.vocabulary, self.reflex, self.correction)
         self.lazy_logits = LazyLogits(self.model_runner.model.logits_processor)
 
@@ -302,6 +302,10 @@ class SpeculativeWorker(BaseSpecWorker):
         )
         heads = self.proposer if any(self._asks_heads(request) for request in batch.reqs) else None
         return self.proposals.tree(this, heads, uniforms)
+
+    def _kind_of_place(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        assert self.proposer is not None
+        return self.proposer.heads.inner_of_first(hidden, embedded)
 
     def _lm_head(self) -> Tensor:
         """[V, H] as it is now."""

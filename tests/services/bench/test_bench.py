@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 from services.bench.commands import bench_command
 from services.bench.options import ABLATED, BASELINE, BenchOptions
@@ -170,7 +172,13 @@ def test_an_ablation_completes_every_prompt_in_every_way(tmp_path: Path, capsys:
             assert a["gain"]["value"] == pytest.approx(ratio - 1)
     assert "gain over heads-lookup" in capsys.readouterr().out
     # Those named alone, against the first; and the table, over two cells that share no prompt.
-    named = replace(options, arms=("heads-own-memory", "heads-memory"), temperatures=(0.3, 0.6), prompts=4)
+    moved = shutil.copytree(tmp_path / "model", tmp_path / "moved")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1.1)
+    model.save_pretrained(moved)
+    named = replace(
+        options, arms=("heads-own-memory", "heads-memory"), temperatures=(0.3, 0.6), prompts=4, policy=moved
+    )
     assert bench_command(config, [f"rollout.engine.speculation.heads={heads}", _TABLE], named) == 0
     rows = json.loads((tmp_path / "ablation.json").read_text())["ablation"]
     assert [(a["arm"], a["temperature"]) for a in rows] == [
@@ -178,6 +186,8 @@ def test_an_ablation_completes_every_prompt_in_every_way(tmp_path: Path, capsys:
     ]
     assert [a["gain"] is None for a in rows] == [True, False] * 2
     assert "gain over heads-own-memory" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="there is no config.json in it"):
+        bench_command(config, [f"rollout.engine.speculation.heads={heads}"], replace(options, policy=tmp_path / "none"))
 
 
 def test_a_report_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ class Worker:
         self.scorer = CountTableScorer.with_prior()
         self.vocabulary = ServedVocabulary(lambda: self.heads.weight, 0, None)
         self.reflex = ReflexSlots(self.config)
-        self.correction = CorrectionSlots(self.config, 8, lambda: self.heads.weight)
+        self.correction = CorrectionSlots(self.config, 8, lambda: self.heads.weight, lambda h, e: torch.cat([h, e], -1))
         self.proposals = RoundProposals(self.config, self.scorer, self.vocabulary, self.reflex, self.correction)
 
     def round(self, requests):
@@ -109,7 +109,7 @@ class Worker:
         return next(r for r in self.proposals.gates.record() if r["part"] == part)
 
 
-@pytest.mark.parametrize("form", ["whitened", "bias", "credit"])
+@pytest.mark.parametrize("form", ["whitened", "bias", "credit", "soft"])
 def test_requests_get_what_they_ask_for(form):
     worker = Worker(correction_form=form)
     plain, own = request("r0"), request("r1", parts=("heads", "correction"))
@@ -228,7 +228,7 @@ def test_state_is_bounded(monkeypatch):
     assert len(worker.correction.live) == 2
 
 
-@pytest.mark.parametrize(("form", "gain"), [("whitened", 2.0), ("bias", 2.0), ("credit", 1.02)])
+@pytest.mark.parametrize(("form", "gain"), [("whitened", 2.0), ("bias", 2.0), ("credit", 1.02), ("soft", 2.0)])
 def test_what_is_learned_brings_the_heads_closer_to_the_law(form, gain):
     """Heads that know nothing: their overlap with the target's law, corrected and not, over long completions.
 
