@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -118,14 +119,15 @@ class Phases:
         await self.until(what, lambda _: sum(d[0] >= since for d in self.traffic.done) >= enough)
         return self.traffic.acceptance(since)[0]
 
-    async def answered(self, what: str) -> dict[str, float]:
-        """Until heads are swapped, and what is accepted before and after."""
+    async def answered(self, what: str) -> dict[str, float | None]:
+        """Until heads are swapped, and what is accepted before and after; None where nothing ended meanwhile."""
         began, swaps = time.monotonic(), (await self.state()).swaps
         swapped = await self.until(what, lambda state: state.swaps > swaps)
         seconds = time.monotonic() - began
         before = self.traffic.acceptance(began + 20)[0]
-        after = await self.settled(f"after {what}") if swapped else float("nan")
-        return {"acceptance": before, "seconds_to_swap": seconds, "acceptance_after": after}
+        after = await self.settled(f"after {what}") if swapped else math.nan
+        found = {"acceptance": before, "seconds_to_swap": seconds, "acceptance_after": after}
+        return {name: None if math.isnan(value) else value for name, value in found.items()}
 
 
 async def measure(phases: Phases, heads: WorkerHeads, move: Callable[[], Awaitable[None]] | None) -> dict:
