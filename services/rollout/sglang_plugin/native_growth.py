@@ -1,7 +1,7 @@
 """`native/tree_growth.cpp`: the trees that `specroll_core.tree.build_tree` builds, grown from native memories.
 
-The same decisions by the same operations on doubles, so the trees are equal in every field. Only the sums that a sampled
-child is drawn by are added up in another order, within rounding.
+The same decisions by the same operations on doubles, so the trees are equal in every field. Only the sums that a
+sampled child is drawn by are added up in another order, within rounding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.rollout.sglang_plugin.native_memory import NativeMemory, memory_cl
 from specroll_core.growth import TreeOptions
 from specroll_core.proposal import Proposal
 from specroll_core.scorer import CountTableScorer, Scorer
-from specroll_core.tree import MAX_NODES, DraftTree
+from specroll_core.tree import MAX_NODES, DraftTree, build_tree
 
 _INTEGER, _REAL, _POINTER, _THREADS = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p, ctypes.c_int
 
@@ -111,7 +111,7 @@ class NativeGrowth:
         self,
         pending: Sequence[int],
         proposal: Proposal,
-        scorer: CountTableScorer,
+        scorer: Scorer,
         budgets: Sequence[int],
         uniforms: Tensor,
         greedy: Sequence[bool] | None = None,
@@ -119,7 +119,10 @@ class NativeGrowth:
         width: int | None = None,
         cut: Callable[[list[list[float]]], int] | None = None,
     ) -> DraftTree:
-        """As `specroll_core.tree.build_tree`."""
+        """As `specroll_core.tree.build_tree`, by it where there is no code for what proposes."""
+        if not self.fits(proposal, scorer):
+            return build_tree(pending, proposal, scorer, budgets, uniforms, greedy, options, width, cut)
+        assert isinstance(scorer, CountTableScorer)
         options = options or TreeOptions()
         B, nodes = len(pending), max(budgets) if width is None else width
         assert min(budgets) >= 1

@@ -115,9 +115,7 @@ class NativeMemory:
         self.max_depth = self.options.max_depth
         self._stores = own, tuple(store for store, _ in far)  # the memory reads them: they stay
         self._code = code
-        passed = _Options(
-            self.options.inside_starts, self.max_depth, min(self.options.walk, _MANY), self.options.floor
-        )
+        passed = _Options(self.options.inside_starts, self.max_depth, min(self.options.walk, _MANY), self.options.floor)
         self.handle: int = code.specroll_memory_new(
             own.handle,
             (_POINTER * len(far))(*(store.handle for store, _ in far)),

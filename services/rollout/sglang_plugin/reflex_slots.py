@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from services.config import SpeculationConfig
 from services.rollout.sglang_plugin.overrides import override_of
 from specroll_core.proposal import PathProposer
-from specroll_core.reflex import Reflex, ReflexOptions
+from specroll_core.reflex import MemoryClasses, Reflex, ReflexOptions
 
 # The parts of a `SpeculationOverride` that are kept here.
 MEMORY, LOOKUP = "memory", "lookup"
@@ -23,13 +23,14 @@ _KEEPER = "specroll_reflex"
 class ReflexSlots:
     """One per worker. Plain prompt lookup has a state of its own: a request asks for one of the two."""
 
-    def __init__(self, config: SpeculationConfig) -> None:
+    def __init__(self, config: SpeculationConfig, classes: MemoryClasses | None = None) -> None:
+        """classes: what the memories are made of, None for Python's."""
         self.enabled = config.memory != "off"
         self._default: str | None = MEMORY if self.enabled else None
         options = ReflexOptions(memory=config.memory, siblings=config.siblings, table=config.table)
         self._states = {
-            MEMORY: Reflex(options),
-            LOOKUP: Reflex(ReflexOptions(memory="suffix", siblings=False)),
+            MEMORY: Reflex(options, classes),
+            LOOKUP: Reflex(ReflexOptions(memory="suffix", siblings=False), classes),
         }
         # Spent so far on requests that had begun while nothing was kept for them.
         self.catching_up_seconds = 0.0

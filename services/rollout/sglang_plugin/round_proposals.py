@@ -14,6 +14,7 @@ from torch import Tensor
 
 from services.config import SpeculationConfig
 from services.rollout.sglang_plugin.correction_slots import CorrectionSlots, Proposed
+from services.rollout.sglang_plugin.native_growth import NativeGrowth
 from services.rollout.sglang_plugin.overrides import override_of
 from services.rollout.sglang_plugin.part_gates import PartGates
 from services.rollout.sglang_plugin.proposer import HeadProposer
@@ -71,7 +72,10 @@ class RoundProposals:
         vocabulary: ServedVocabulary,
         reflex: ReflexSlots,
         correction: CorrectionSlots,
+        native: NativeGrowth | None = None,
     ) -> None:
+        """native: grows the trees, None for Python."""
+        self._build = build_tree if native is None else native.build_tree
         self._rule = config.rule
         self._scorer = scorer
         self._vocabulary = vocabulary
@@ -105,7 +109,7 @@ class RoundProposals:
                 used = [None if _follows(r) else path for r, path in zip(this.requests, paths, strict=True)]
             proposal, shadow = self._from_heads(this, heads, options.sampled_children)
             proposal = replace(proposal, paths=used)
-        tree = build_tree(
+        tree = self._build(
             this.pending.tolist(),
             proposal,
             self._scorer,

@@ -30,7 +30,7 @@ from torch import Tensor
 from services.config import SpeculationConfig
 from services.rollout.completion import SpeculationStats
 from services.rollout.heads_file import load_heads
-from services.rollout.sglang_plugin import feedback, native_walk
+from services.rollout.sglang_plugin import feedback, native_growth, native_walk
 from services.rollout.sglang_plugin.correction_slots import CorrectionSlots
 from services.rollout.sglang_plugin.lazy_logits import LazyLogits
 from services.rollout.sglang_plugin.overrides import override_of
@@ -84,7 +84,8 @@ class SpeculativeWorker(BaseSpecWorker):
         self._native = native_walk.load() if self._decodes_plainly and not self.config.planted_bias else None
         self.stats = SpeculationStats()
         self.scorer = CountTableScorer.with_prior()
-        self.reflex = ReflexSlots(self.config)
+        self._growth = native_growth.load() if self._decodes_plainly else None
+        self.reflex = ReflexSlots(self.config, None if self._growth is None else self._growth.classes)
         # What pays depends on who proposes: requests that ask for other parts have a policy of their own.
         self.budgets: dict[Hashable, BudgetPolicy] = {}
         self._chooser: BudgetPolicy | None = None  # whose choice this round is, if any's
@@ -117,7 +118,9 @@ class SpeculativeWorker(BaseSpecWorker):
             self.proposer = HeadProposer(self.model_runner.model, heads, self.model_runner.dtype, self.device)
         self.vocabulary = ServedVocabulary(self._lm_head, self.config.vocabulary, seeds)
         self.correction = CorrectionSlots(self.config, rows, self._lm_head)
-        self.proposals = RoundProposals(self.config, self.scorer, self.vocabulary, self.reflex, self.correction)
+        self.proposals = RoundProposals(
+            self.config, self.scorer, self.vocabulary, self.reflex, self.correction, self._growth
+        )
         self.lazy_logits = LazyLogits(self.model_runner.model.logits_processor)
 
     def init_cuda_graphs(self) -> None:
