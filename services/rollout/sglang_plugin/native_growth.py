@@ -22,7 +22,7 @@ from specroll_core.proposal import Proposal
 from specroll_core.scorer import CountTableScorer, Scorer
 from specroll_core.tree import MAX_NODES, DraftTree, build_tree
 
-_INTEGER, _REAL, _POINTER, _THREADS = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p, ctypes.c_int
+_INTEGER, _REAL, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
 class _Edges(ctypes.Structure):
@@ -131,7 +131,6 @@ class NativeGrowth:
         assert uniforms.dtype == torch.float64
         if self._known is None or self._known.scorer is not scorer:
             self._known = _KnownScorer(scorer)
-        threads = torch.get_num_threads()
         # Whatever is passed by address is held by a name until the second call has returned.
         tokens, log_q, drawn = proposal.tokens.contiguous(), proposal.log_q.contiguous(), uniforms.contiguous()
         prior = scorer.head_prior(log_q)
@@ -158,7 +157,6 @@ class NativeGrowth:
             nodes,
             scores,
             found,
-            threads,
         )
         if cut is not None:
             starts = range(0, B * (nodes - 1), nodes - 1) if nodes > 1 else [0] * B
@@ -177,7 +175,6 @@ class NativeGrowth:
             drawn.shape[1],
             deterministic,
             ctypes.byref(_Trees(*(x.data_ptr() for x in columns))),
-            threads,
         )
         tokens, parents, depths, cells, tail_cells, valid, sampled, ancestors, masses, steps, paths = columns
         return DraftTree(
@@ -209,8 +206,8 @@ def _declare(code: ctypes.CDLL) -> None:
     for name, result, arguments in (
         ("round_new", p, ()),
         ("round_free", None, (p,)),
-        ("grow", None, (p, p, p, p, p, p, p, i, p, p, _THREADS)),
-        ("finish", i, (p, i, p, i, p, p, _THREADS)),
+        ("grow", None, (p, p, p, p, p, p, p, i, p, p)),
+        ("finish", i, (p, i, p, i, p, p)),
     ):
         function = getattr(code, f"specroll_{name}")
         function.restype, function.argtypes = result, arguments

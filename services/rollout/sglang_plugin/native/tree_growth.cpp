@@ -59,7 +59,7 @@ void begin(Grower& grower, const Round& round, int64_t row, TrajectoryMemory* me
 
 // Draws every slot's token, parents before children.
 void draw_slots(Grower& grower, const Proposal& proposal, int64_t row, const double* uniforms) {
-  thread_local std::vector<int64_t> siblings;
+  std::vector<int64_t> siblings;
   for (Nodes slots = grower.slots_to_draw(); !slots.empty(); slots = grower.slots_to_draw())
     for (const int slot : slots) {
       const int parent = grower.nodes[slot].parent;
@@ -185,11 +185,10 @@ void specroll_round_free(Round* round) { delete round; }
 // and `scorer` point at must stay until `specroll_finish` has returned.
 void specroll_grow(Round* round, const Proposal* proposal, const Scorer* scorer, const GrowthOptions* options,
                    TrajectoryMemory* const* memories, const int64_t* pending, const int64_t* budgets, int64_t nodes,
-                   double* scores, int64_t* found, int threads) {
+                   double* scores, int64_t* found) {
   round->proposal = *proposal;
   round->scorer = *scorer;
   if (int64_t(round->growers.size()) < proposal->rows) round->growers.resize(proposal->rows);
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && proposal->rows > 1)
   for (int64_t row = 0; row < proposal->rows; ++row) {
     Grower& grower = round->growers[row];
     begin(grower, *round, row, memories[row], pending[row], int(budgets[row]), nodes, *options);
@@ -207,10 +206,9 @@ void specroll_grow(Round* round, const Proposal* proposal, const Scorer* scorer,
 // Cuts the trees to `nodes` nodes and draws their sampled children. uniforms: [rows, stride]; deterministic: [rows],
 // requests that get no sampled children; null where none gets any. Returns the deepest depth.
 int64_t specroll_finish(Round* round, int64_t nodes, const double* uniforms, int64_t stride,
-                        const uint8_t* deterministic, const Trees* out, int threads) {
+                        const uint8_t* deterministic, const Trees* out) {
   const Proposal& proposal = round->proposal;
   int64_t deepest = 0;
-#pragma omp parallel for num_threads(threads) schedule(dynamic) reduction(max : deepest) if (threads > 1 && proposal.rows > 1)
   for (int64_t row = 0; row < proposal.rows; ++row) {
     Grower& grower = round->growers[row];
     grower.keep(size_t(nodes));
