@@ -37,7 +37,7 @@ def library(name: str) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(compiled(name)))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
-        log.warning("%s runs in plain PyTorch, several times slower: %s", name, str(reason).strip()[-500:])
+        log.warning("%s runs in plain PyTorch and Python, several times slower: %s", name, str(reason).strip()[-500:])
         return None
 
 

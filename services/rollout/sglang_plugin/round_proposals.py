@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from services.config import SpeculationConfig
+from services.rollout.sglang_plugin.compiled_parts import CompiledParts
 from services.rollout.sglang_plugin.correction_slots import CorrectionSlots, Proposed
-from services.rollout.sglang_plugin.native_growth import NativeGrowth
 from services.rollout.sglang_plugin.overrides import override_of
 from services.rollout.sglang_plugin.part_gates import PartGates
 from services.rollout.sglang_plugin.proposer import HeadProposer
@@ -72,10 +72,11 @@ class RoundProposals:
         vocabulary: ServedVocabulary,
         reflex: ReflexSlots,
         correction: CorrectionSlots,
-        native: NativeGrowth | None = None,
+        compiled: CompiledParts | None = None,
     ) -> None:
-        """native: grows the trees, None for Python."""
-        self._build = build_tree if native is None else native.build_tree
+        compiled = compiled or CompiledParts()
+        self._build = build_tree if compiled.growth is None else compiled.growth.build_tree
+        self._candidates = propose_from_logits if compiled.candidates is None else compiled.candidates.propose
         self._rule = config.rule
         self._scorer = scorer
         self._vocabulary = vocabulary
@@ -160,7 +161,7 @@ class RoundProposals:
             this.requests, self._asking(this), (states, this.hidden, embedded), columns, self._vocabulary
         )
         if corrected is None:
-            whole = propose_from_logits(columns.logits(states), params, columns, width=this.nodes, with_laws=with_laws)
+            whole = self._candidates(columns.logits(states), params, columns, width=this.nodes, with_laws=with_laws)
             return whole, None
         at = list(corrected.places)
         plain, states = states, states.clone()
@@ -176,7 +177,7 @@ class RoundProposals:
             states = torch.cat([states, spare[None]])
             params = params.select(torch.tensor([*range(B), row], device=states.device))
         width = max(this.nodes, TOP)
-        whole = propose_from_logits(columns.logits(states), params, columns, width=width, with_laws=with_laws)
+        whole = self._candidates(columns.logits(states), params, columns, width=width, with_laws=with_laws)
         self._corrected = Proposed(
             corrected,
             columns,

@@ -3,6 +3,7 @@
 // A round is two calls, `specroll_grow` and `specroll_finish`: in between, the caller may cut the trees, before anything
 // is drawn. Scores are made by the operations of the Python code, in its order: compile without contraction.
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
