@@ -17,29 +17,27 @@ namespace {
 // Columns whose maximum is looked at before they are.
 constexpr int64_t BLOCK = 4 * WIDE;
 
+float largest(Floats x) {
+  return reduce(x, NEVER, [](float a, float b) { return b > a ? b : a; });
+}
+
 struct Row {
-  std::vector<float> most;  // by block
+  std::vector<float> most;  // by block, of the law
   std::vector<float> ranked;
   std::vector<int64_t> found;
 
   // law [columns]: softmax(logits / temperature).
   template <typename T>
   void normalise(const T* logits, int64_t columns, float temperature, float* law) {
-    most.clear();
-    for (int64_t begin = 0; begin < columns; begin += BLOCK) {
-      const int64_t end = std::min(begin + BLOCK, columns), whole = begin + (end - begin) / WIDE * WIDE;
-      Floats wide = Floats{} + NEVER;
-      for (int64_t c = begin; c < whole; c += WIDE) {
-        const Floats x = load(logits + c) / temperature;
-        std::memcpy(law + c, &x, sizeof x);
-        wide = x > wide ? x : wide;
-      }
-      float top = reduce(wide, NEVER, [](float a, float b) { return b > a ? b : a; });
-      for (int64_t c = whole; c < end; ++c) top = std::max(top, law[c] = to_float(logits[c]) / temperature);
-      most.push_back(top);
-    }
-    const float top = *std::max_element(most.begin(), most.end());
     const int64_t whole = columns / WIDE * WIDE;
+    Floats wide = Floats{} + NEVER;
+    for (int64_t c = 0; c < whole; c += WIDE) {
+      const Floats x = load(logits + c) / temperature;
+      std::memcpy(law + c, &x, sizeof x);
+      wide = x > wide ? x : wide;
+    }
+    float top = largest(wide);
+    for (int64_t c = whole; c < columns; ++c) top = std::max(top, law[c] = to_float(logits[c]) / temperature);
     double total = 0;
     for (int64_t begin = 0; begin < whole; begin += BLOCK) {
       Floats sum = {};
@@ -57,8 +55,18 @@ struct Row {
       for (int64_t c = whole; c < columns; ++c) total += law[c] = rest[c - whole];
     }
     const float scale = float(1 / total);
-    for (int64_t c = 0; c < columns; ++c) law[c] *= scale;
-    for (float& x : most) x = reduce(exponential(Floats{} + (x - top)), 0.f, [](float, float b) { return b; }) * scale;
+    most.clear();
+    for (int64_t begin = 0; begin < columns; begin += BLOCK) {
+      const int64_t end = std::min(begin + BLOCK, columns), wides = begin + (end - begin) / WIDE * WIDE;
+      wide = Floats{} + NEVER;
+      for (int64_t c = begin; c < wides; c += WIDE) {
+        const Floats p = load(law + c) * scale;
+        std::memcpy(law + c, &p, sizeof p);
+        wide = p > wide ? p : wide;
+      }
+      most.push_back(largest(wide));
+      for (int64_t c = wides; c < end; ++c) most.back() = std::max(most.back(), law[c] *= scale);
+    }
   }
 
   // The `width` likeliest columns, the lower one first where two are equally likely.
