@@ -15,8 +15,9 @@ from specroll_core.memory import BACK_OFF, ORDERS, REST, MemoryOptions, Suggesti
 from specroll_core.memory_store import BYTES_PER_ENTRY
 from specroll_core.reflex import MemoryClasses
 
-# More occurrences than any store holds.
-_MANY = 1 << 31
+# A match is packed into 28 bits for its entry and 4 for its length.
+_MOST_ENTRIES = 1 << 28
+assert ORDERS < 1 << 4
 
 _INTEGER, _REAL, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
@@ -43,6 +44,7 @@ class NativeTokenStore:
     def __init__(self, code: ctypes.CDLL, capacity: int) -> None:
         if capacity < 2:
             raise ValueError("capacity must be at least 2 tokens.")
+        assert capacity < _MOST_ENTRIES
         self.capacity = capacity
         self.written = 0
         self.handle: int = code.specroll_store_new(capacity)
@@ -56,6 +58,11 @@ class NativeTokenStore:
     def bytes_bound(self) -> int:
         """What the store can never exceed, in bytes."""
         return self.capacity * BYTES_PER_ENTRY
+
+    @property
+    def bytes_held(self) -> int:
+        held: int = self._code.specroll_store_bytes(self.handle)
+        return held
 
     def append(self, token: int, after: int) -> int:
         return self.extend((token,), after)
@@ -115,7 +122,9 @@ class NativeMemory:
         self.max_depth = self.options.max_depth
         self._stores = own, tuple(store for store, _ in far)  # the memory reads them: they stay
         self._code = code
-        passed = _Options(self.options.inside_starts, self.max_depth, min(self.options.walk, _MANY), self.options.floor)
+        passed = _Options(
+            self.options.inside_starts, self.max_depth, min(self.options.walk, _MOST_ENTRIES), self.options.floor
+        )
         self.handle: int = code.specroll_memory_new(
             own.handle,
             (_POINTER * len(far))(*(store.handle for store, _ in far)),
@@ -132,6 +141,12 @@ class NativeMemory:
     def context(self) -> tuple[int, ...]:
         """The last tokens, as many as can match."""
         return tuple(self._context)
+
+    @property
+    def bytes_held(self) -> int:
+        """Beside its stores."""
+        held: int = self._code.specroll_memory_bytes(self.handle)
+        return held
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Moves the context by emitted tokens."""
@@ -170,12 +185,14 @@ def declare(code: ctypes.CDLL) -> None:
         ("store_run", _INTEGER, (_POINTER, _INTEGER, _INTEGER, _POINTER)),
         ("store_columns", None, (_POINTER,) * 4),
         ("store_pairs", _INTEGER, (_POINTER, _POINTER)),
+        ("store_bytes", _INTEGER, (_POINTER,)),
         ("memory_new", _POINTER, (_POINTER, _POINTER, _POINTER, _INTEGER, _POINTER, _POINTER)),
         ("memory_free", None, (_POINTER,)),
         ("memory_stand_at", None, (_POINTER, _POINTER, _INTEGER)),
         ("memory_root", _INTEGER, (_POINTER,)),
         ("memory_descend", _INTEGER, (_POINTER, _INTEGER, _INTEGER)),
         ("memory_children", _INTEGER, (_POINTER, _INTEGER, _POINTER)),
+        ("memory_bytes", _INTEGER, (_POINTER,)),
     ):
         function = getattr(code, f"specroll_{name}")
         function.restype, function.argtypes = result, arguments

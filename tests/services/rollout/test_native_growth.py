@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from services.rollout.sglang_plugin import native_code, native_growth
+from services.rollout.sglang_plugin.compiled_parts import CompiledParts
 from services.rollout.sglang_plugin.native_growth import NativeGrowth, load
 from specroll_core.goodness_of_fit import chi_square_p, holm_rejects
 from specroll_core.growth import TreeOptions
@@ -221,3 +222,4 @@ def test_without_a_compiler_python_goes_on(monkeypatch, tmp_path):
     monkeypatch.setattr(native_code.shutil, "which", lambda _: None)
     monkeypatch.setattr(native_growth, "library", native_code.library.__wrapped__)
     assert load() is None
+    assert CompiledParts(growth=load()).memory == MemoryClasses()

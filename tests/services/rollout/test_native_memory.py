@@ -10,8 +10,8 @@ import pytest
 
 from services.rollout.sglang_plugin.native_growth import load
 from specroll_core.memory import MemoryOptions, TrajectoryMemory
-from specroll_core.memory_store import Stream, TokenStore
-from specroll_core.reflex import MemoryClasses, Reflex, ReflexOptions
+from specroll_core.memory_store import BYTES_PER_ENTRY, Stream, TokenStore
+from specroll_core.reflex import _SLOT_BYTES, MemoryClasses, Reflex, ReflexOptions
 
 
 @pytest.fixture
@@ -152,6 +152,37 @@ def test_a_memory_keeps_its_stores_and_nothing_stays_behind_it(native):
     del memory
     gc.collect()
     assert watched() is None
+
+
+@pytest.mark.parametrize("vocab", [3, 200, 10**6])
+def test_the_bytes_of_a_store_are_bounded_and_stay_flat(native, vocab):
+    r = random.Random(vocab)
+    for capacity in (64, 4096, 5000):
+        store = native.store(capacity)
+        stream = Stream(store)
+        held = []
+        for _ in range(9):
+            stream.extend([r.randrange(vocab) for _ in range(capacity)])
+            held.append(store.bytes_held)
+        assert max(held) <= store.bytes_bound == capacity * BYTES_PER_ENTRY
+        assert held[-1] == held[4]
+
+
+def test_the_bytes_of_a_round_are_bounded(native):
+    """Of the largest trees, over texts whose every pair of tokens has stood there before."""
+    r = random.Random(0)
+    for vocab in (2, 5, 40):
+        own, *others = (native.store(8192) for _ in range(3))
+        for store in (own, *others):
+            Stream(store, [r.randrange(vocab) for _ in range(8000)])
+        memory = native.memory(own, [0, 1], [(others[0], 0.1), (others[1], 0.03)])
+        for _ in range(3):
+            states = [memory.root()]
+            for _ in range(62):
+                memory.children(states[-1])
+                states.append(memory.descend(r.choice(states), r.randrange(vocab)))
+            assert memory.bytes_held <= _SLOT_BYTES
+            memory.observe([r.randrange(vocab)])
 
 
 def test_impossible_capacities_are_refused(native):

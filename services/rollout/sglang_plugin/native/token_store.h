@@ -82,6 +82,14 @@ class TokenStore {
         if (nodes[at].second == NOTHING) f(nodes[at].first);
   }
 
+  // Reserved at present.
+  int64_t bytes() const {
+    int64_t entries = 0;
+    for (const auto* column : {&token, &following, &before, &successor, &older, &newer, &buckets})
+      entries += column->capacity();
+    return entries * sizeof(int32_t) + nodes.capacity() * sizeof(Node);
+  }
+
   const int64_t capacity;
   int64_t written = 0;
   std::vector<int32_t> token, following, before;

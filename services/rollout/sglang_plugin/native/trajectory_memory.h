@@ -78,6 +78,14 @@ class TrajectoryMemory {
     return state.inside && !state.own.count && !distant ? token : add(state);
   }
 
+  // Reserved at present, beside the stores.
+  int64_t bytes() const {
+    return matches.capacity() * sizeof(Match) + states.capacity() * sizeof(State) +
+           far_spans.capacity() * sizeof(Span) + singles.capacity() * sizeof(Single) +
+           (single_laws.capacity() + law.capacity()) * sizeof(Suggestion) +
+           (close.capacity() + distant.capacity()) * sizeof(Followed) + sizeof *this;
+  }
+
   // What may follow at a state, in no order of merit but always the same one. Good until the next call.
   const std::vector<Suggestion>& children(int32_t at) {
     law.clear();
@@ -105,8 +113,8 @@ class TrajectoryMemory {
   }
 
  private:
-  struct Match {
-    int32_t entry, length;
+  struct Match {  // packed: they are most of what a round holds
+    uint32_t entry : 28, length : 4;
   };
   struct Span {
     int32_t begin = 0, count = 0;
@@ -141,10 +149,11 @@ class TrajectoryMemory {
     Span span{int32_t(matches.size()), 0};
     if (pair) {
       store.each_entry(*pair, options.walk, [&](int32_t entry) {
-        int32_t length = 1, at = entry;
-        while (length < int32_t(n) && (at = store.before[at]) >= 0 && store.token[at] == context[n - 1 - length])
+        uint32_t length = 1;
+        int32_t at = entry;
+        while (length < n && (at = store.before[at]) >= 0 && store.token[at] == context[n - 1 - length])
           ++length;
-        matches.push_back({entry, length});
+        matches.push_back({uint32_t(entry), length});
       });
       span.count = int32_t(matches.size()) - span.begin;
     }
@@ -158,13 +167,13 @@ class TrajectoryMemory {
     if (!pair) return span;
     store.each_entry(*pair, options.walk, [&](int32_t entry) {
       const int32_t before = store.before[entry];
-      int32_t length = inside ? 1 : 0;
+      uint32_t length = inside ? 1 : 0;
       for (int32_t i = parent.begin; i < parent.begin + parent.count; ++i)
-        if (matches[i].entry == before) {
+        if (int32_t(matches[i].entry) == before) {
           length = matches[i].length;
           break;
         }
-      if (length) matches.push_back({entry, std::min(int32_t(constants.orders), length + 1)});
+      if (length) matches.push_back({uint32_t(entry), std::min(uint32_t(constants.orders), length + 1)});
     });
     span.count = int32_t(matches.size()) - span.begin;
     return span;
@@ -174,7 +183,7 @@ class TrajectoryMemory {
   void followed(const TokenStore& store, Span span, double weight, std::vector<Followed>& out) const {
     for (int32_t i = span.begin; i < span.begin + span.count; ++i) {
       const int32_t after = store.following[matches[i].entry];
-      if (after >= 0) out.push_back({after, matches[i].length, weight});
+      if (after >= 0) out.push_back({after, int32_t(matches[i].length), weight});
     }
   }
 

@@ -150,6 +150,8 @@ int64_t specroll_store_pairs(const TokenStore* store, int32_t* out) {
   return found / 3;
 }
 
+int64_t specroll_store_bytes(const TokenStore* store) { return store->bytes(); }
+
 // far, weights: [count].
 void* specroll_memory_new(const TokenStore* own, const TokenStore* const* far, const double* weights, int64_t count,
                           const MemoryOptions* options, const MemoryConstants* constants) {
@@ -176,6 +178,8 @@ int64_t specroll_memory_children(TrajectoryMemory* memory, int64_t state, const 
   *found = law.data();
   return int64_t(law.size());
 }
+
+int64_t specroll_memory_bytes(const TrajectoryMemory* memory) { return memory->bytes(); }
 
 void* specroll_round_new() { return new Round; }
 
