@@ -240,7 +240,8 @@ class Grower:
             return  # the lists do not depend on the path: the same nodes would be chosen
         reserved = sketch.below(node)
         if reserved:
-            sketch.states[node] = self.path.descend(sketch.states[sketch.parents[node]], token)
+            if sketch.depths[node] < self.path.max_depth:
+                sketch.states[node] = self.path.descend(sketch.states[sketch.parents[node]], token)
             self.grow(sketch, node, reserved)
             self.choose_slots(sketch, reserved)
 

@@ -38,7 +38,7 @@ BACK_OFF = 0.7
 _LONGER = (*range(1, ORDERS + 1), ORDERS)
 
 # What a single match of each length leaves of the law of order 1.
-_REST = tuple((BACK_OFF / (1 + BACK_OFF)) ** max(0, n - 1) for n in range(ORDERS + 1))
+REST = tuple((BACK_OFF / (1 + BACK_OFF)) ** max(0, n - 1) for n in range(ORDERS + 1))
 
 # A token, its probability and the longest match that saw it: the fields of a `PathCandidate`.
 Suggestion = tuple[int, float, int]
@@ -231,7 +231,7 @@ class TrajectoryMemory:
 
     def _law_of_one(self, token: int, after: int, length: int) -> list[Suggestion]:
         """The most frequent case in closed form: one match, whose every order above 1 lessens the share of the rest."""
-        rest = _REST[length]
+        rest = REST[length]
         total, law = self._single(token)
         least = self.options.floor / rest
         found = [(v, p * rest, 1) for v, p, _ in law if p >= least and v != after]

@@ -9,12 +9,28 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 # Most that an entry costs, all indices together: four ring columns (16), and where its token and the one before were
 # never seen so far a list (88), a number (32), and their share of two dictionaries (up to 350).
 BYTES_PER_ENTRY = 512
 
 _NONE = -1
+
+
+class Store(Protocol):
+    """What streams are written into. written: tokens so far, forgotten ones included."""
+
+    capacity: int
+    written: int
+
+    def extend(self, tokens: Sequence[int], after: int) -> int:
+        """Adds a run of tokens behind entry `after` (-1: a stream begins) and returns the last one's entry."""
+        ...
+
+    def run(self, entry: int, count: int) -> list[int]:
+        """The last `count` tokens of a stream up to `entry`, or as many as are remembered; none for entry -1."""
+        ...
 
 
 class TokenStore:
@@ -63,6 +79,18 @@ class TokenStore:
             self.pairs.setdefault(self.token[after], {}).setdefault(token, []).append(entry)
         return entry
 
+    def extend(self, tokens: Sequence[int], after: int) -> int:
+        for token in tokens:
+            after = self.append(token, after)
+        return after
+
+    def run(self, entry: int, count: int) -> list[int]:
+        found: list[int] = []
+        while entry >= 0 and len(found) < count:
+            found.append(self.token[entry])
+            entry = self.before[entry]
+        return found[::-1]
+
     def _forget(self, entry: int) -> None:
         """Takes the oldest entry out of the index: the pair that it begins. The pair that it ends went before it."""
         successor = self._after[entry]
@@ -87,7 +115,7 @@ class Stream:
 
     __slots__ = ("_last", "_number", "fingerprint", "store")
 
-    def __init__(self, store: TokenStore, tokens: Iterable[int] = ()) -> None:
+    def __init__(self, store: Store, tokens: Iterable[int] = ()) -> None:
         self.store = store
         self.fingerprint = 0
         self._last = _NONE
@@ -95,30 +123,26 @@ class Stream:
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        store, last, mark = self.store, self._last, self.fingerprint
-        if store.written - self._number >= store.capacity - 1:
-            last = _NONE  # others have filled the ring since: the stream's end is forgotten, or about to be
-        for token in tokens:
-            last = store.append(token, last)
-            mark = hash((mark, token))
-            self._number = store.written
-        self._last, self.fingerprint = last, mark
+        run = tokens if isinstance(tokens, list | tuple) else list(tokens)
+        self._last = self._end()
+        if run:
+            self._last = self.store.extend(run, self._last)
+            self._number = self.store.written
+            self.fingerprint = fingerprint(run, self.fingerprint)
 
     def last(self, count: int) -> list[int]:
         """The last `count` tokens, or as many as are remembered."""
-        store, entry = self.store, self._last
-        if store.written - self._number >= store.capacity - 1:
-            entry = _NONE
-        found: list[int] = []
-        while entry >= 0 and len(found) < count:
-            found.append(store.token[entry])
-            entry = store.before[entry]
-        return found[::-1]
+        return self.store.run(self._end(), count)
+
+    def _end(self) -> int:
+        """The entry of the last token; -1 where others have filled the ring since, so that it is forgotten, or about
+        to be."""
+        forgotten = self.store.written - self._number >= self.store.capacity - 1
+        return _NONE if forgotten else self._last
 
 
-def fingerprint(tokens: Iterable[int]) -> int:
-    """The running hash of a stream that holds these tokens."""
-    mark = 0
+def fingerprint(tokens: Iterable[int], mark: int = 0) -> int:
+    """The running hash of a stream that holds these tokens; mark: of what it held before them."""
     for token in tokens:
         mark = hash((mark, token))
     return mark

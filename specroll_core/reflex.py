@@ -7,12 +7,13 @@ its slot again with the prompt and its own tokens. Opening a slot drops whatever
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from specroll_core.memory import ORDERS, MemoryOptions, TrajectoryMemory
-from specroll_core.memory_store import BYTES_PER_ENTRY, Stream, TokenStore, fingerprint
+from specroll_core.memory_store import BYTES_PER_ENTRY, Store, Stream, TokenStore, fingerprint
+from specroll_core.proposal import PathProposer
 
 # What a slot holds beside its store: the last tokens, and the states of one round.
 _SLOT_BYTES = 64 << 10
@@ -61,11 +62,29 @@ class ReflexOptions:
         return slots * per_slot + self.siblings * self.group_bytes + self.table * self.table_bytes
 
 
+class Memory(PathProposer, Protocol):
+    """A request's proposer: a `TrajectoryMemory`, or what does the same."""
+
+    @property
+    def context(self) -> tuple[int, ...]: ...
+
+    def observe(self, tokens: Sequence[int]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryClasses:
+    """What stores and memories are made of. store: makes one of a capacity, at most BYTES_PER_ENTRY for each entry;
+    memory: takes the arguments of `TrajectoryMemory`, with such stores."""
+
+    store: Callable[[int], Any] = TokenStore
+    memory: Callable[..., Memory] = TrajectoryMemory
+
+
 class _Group:
     """What the siblings of one group have generated so far, in one store."""
 
-    def __init__(self, prompt: Sequence[int], capacity: int) -> None:
-        self.store = TokenStore(capacity)
+    def __init__(self, prompt: Sequence[int], store: Store) -> None:
+        self.store = store
         self.fingerprint = hash(tuple(prompt))
         self.open = 0
         self._left: OrderedDict[int, Stream] = OrderedDict()
@@ -83,7 +102,7 @@ class _Group:
 
 @dataclass(slots=True)
 class _Slot:
-    memory: TrajectoryMemory
+    memory: Memory
     own: Stream
     group: _Group | None
     shared: Stream | None
@@ -93,13 +112,16 @@ class _Slot:
 class Reflex:
     """State of all slots of one worker. Not thread-safe: called between the steps of one scheduler."""
 
-    def __init__(self, options: ReflexOptions | None = None) -> None:
+    def __init__(self, options: ReflexOptions | None = None, classes: MemoryClasses | None = None) -> None:
         self.options = options or ReflexOptions()
+        self._classes = classes or MemoryClasses()
         self._matching = replace(self.options.matching, inside_starts=self.options.memory == "path")
         self._slots: dict[int, _Slot] = {}
         self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
         self._most_groups = self.options.group_bytes // (self.options.group_tokens * BYTES_PER_ENTRY)
-        self._table = TokenStore(self.options.table_bytes // BYTES_PER_ENTRY) if self.options.table else None
+        self._table: Store | None = None
+        if self.options.table:
+            self._table = self._classes.store(self.options.table_bytes // BYTES_PER_ENTRY)
 
     def open(
         self, slot: int, prompt_ids: Sequence[int], group_key: Hashable | None = None, own_ids: Sequence[int] = ()
@@ -111,9 +133,9 @@ class Reflex:
         self._drop(slot)
         if self.options.memory == "off":
             return
-        own = Stream(TokenStore(self.options.slot_tokens), (*prompt_ids, *own_ids))
+        own = Stream(self._classes.store(self.options.slot_tokens), (*prompt_ids, *own_ids))
         group = self._group(group_key, prompt_ids) if self.options.siblings and group_key is not None else None
-        far: list[tuple[TokenStore, float]] = []
+        far: list[tuple[Store, float]] = []
         shared = None
         if group is not None:
             # The prompt's end stands before each completion, so that first tokens are matched as well.
@@ -123,7 +145,7 @@ class Reflex:
         if self._table is not None:
             far.append((self._table, self.options.table_weight))
         context = (*prompt_ids[-ORDERS:], *own_ids[-ORDERS:])
-        memory = TrajectoryMemory(own.store, context, far, self._matching)
+        memory = self._classes.memory(own.store, context, far, self._matching)
         self._slots[slot] = _Slot(memory, own, group, shared, len(own_ids))
 
     def observe(self, slot: int, tokens: Sequence[int]) -> None:
@@ -136,7 +158,7 @@ class Reflex:
             state.memory.observe(tokens)
             state.emitted += len(tokens)
 
-    def proposer(self, slot: int) -> TrajectoryMemory | None:
+    def proposer(self, slot: int) -> Memory | None:
         """What proposes for the slot's next round; None where it is not open."""
         state = self._slots.get(slot)
         return None if state is None else state.memory
@@ -171,5 +193,5 @@ class Reflex:
             if idle is None:
                 return None
             del self._groups[idle]
-        group = self._groups[key] = _Group(prompt, self.options.group_tokens)
+        group = self._groups[key] = _Group(prompt, self._classes.store(self.options.group_tokens))
         return group

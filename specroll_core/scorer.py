@@ -45,6 +45,10 @@ NO_LOG_Q = -20.0
 _PRIOR_TRIALS = 8.0
 _WINDOW = 4096.0
 
+# The closed form: most that a head's probability counts for, and the share of a memory's.
+_HEAD_CAP = 0.9
+_MEMORY_SHARE = 0.6
+
 # Share of the probability left by the deterministic children that a draw captures: 0.2 to 0.35 was measured with
 # heads after 7,000 rows, at temperature 1.
 _PRIOR_TAIL = 0.3
@@ -85,6 +89,25 @@ class Scorer(Protocol):
         mass: the head's probability outside the deterministic siblings. remainder: 1 - the sum of their c.
         """
         ...
+
+
+class ScorerTables(NamedTuple):
+    """All that a `CountTableScorer` computes with, for code that is not Python's. counts, tail_counts: [2, cells]
+    float64, the scorer's own storage, which it goes on writing; powers: 1 / tau_d by depth."""
+
+    log_q_edges: Sequence[float]
+    memory_edges: Sequence[float]
+    order_edges: Sequence[float]
+    depth_edges: Sequence[float]
+    tail_mass_edges: Sequence[float]
+    counts: Tensor
+    tail_counts: Tensor
+    powers: Sequence[float]
+    prior_trials: float
+    head_cap: float
+    memory_share: float
+    tail_share: float
+    no_log_q: float
 
 
 class _Counts:
@@ -153,10 +176,35 @@ class CountTableScorer:
         """[2, TAIL_CELLS] float64: of sampled ones, accepted and remaining probability."""
         return self._tails.both
 
+    def tables(self) -> ScorerTables:
+        return ScorerTables(
+            LOG_Q_EDGES,
+            MEMORY_EDGES,
+            ORDER_EDGES,
+            DEPTH_EDGES,
+            TAIL_MASS_EDGES,
+            self.counts,
+            self.tail_counts,
+            self._power,
+            _PRIOR_TRIALS,
+            _HEAD_CAP,
+            _MEMORY_SHARE,
+            self._tail_share,
+            NO_LOG_Q,
+        )
+
+    def head_prior(self, log_q: Tensor) -> Tensor:
+        """The closed form for candidates of heads alone. log_q: [B, D, M] float32. Returns the same."""
+        return self._head_prior(log_q, self._by_depth(log_q.shape[1], log_q.device)[1])
+
+    @staticmethod
+    def _head_prior(log_q: Tensor, powers: Tensor) -> Tensor:
+        return (log_q * powers).exp().clamp_max(_HEAD_CAP)
+
     def score_depths(self, log_q: Tensor) -> tuple[Tensor, Tensor]:
         edges, powers, bases = self._by_depth(log_q.shape[1], log_q.device)
         cells = torch.bucketize(log_q, edges, right=True) * LOG_Q_STRIDE + bases
-        prior = (log_q * powers).exp().clamp_max(0.9)
+        prior = self._head_prior(log_q, powers)
         hits, trials = self.counts.to(log_q.device, torch.float32)
         c = (hits[cells] + _PRIOR_TRIALS * prior) / (trials[cells] + _PRIOR_TRIALS)
         return c, cells
@@ -172,7 +220,7 @@ class CountTableScorer:
         )
         powers = self._power
         from_head = math.exp(log_q * (powers[depth - 1] if depth <= len(powers) else powers[-1]))
-        prior = 1 - (1 - (from_head if from_head < 0.9 else 0.9)) * (1 - 0.6 * memory)
+        prior = 1 - (1 - (from_head if from_head < _HEAD_CAP else _HEAD_CAP)) * (1 - _MEMORY_SHARE * memory)
         c = (table.hits[cell] + _PRIOR_TRIALS * prior) / (table.trials[cell] + _PRIOR_TRIALS)
         return tuple.__new__(Score, (c, cell))
 

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).with_name("native")
 # -Wno-psabi: vectors of 16 floats are never passed to other code.
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+# Trees are those of the Python code where every operation on doubles rounds as there.
+_OWN_FLAGS = {"tree_growth": ("-ffp-contract=off",)}
 _COMPILE_SECONDS = 120.0
 
 
@@ -35,16 +37,16 @@ def library(name: str) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(compiled(name)))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
-        log.warning("%s runs in plain PyTorch, several times slower: %s", name, str(reason).strip()[-500:])
+        log.warning("%s runs in plain PyTorch and Python, several times slower: %s", name, str(reason).strip()[-500:])
         return None
 
 
 def compiled(name: str) -> Path:
     """The library's file, made now unless an earlier start has left it. Raises OSError or SubprocessError."""
-    compiler = _compiler()
+    compiler, flags = _compiler(), (*_FLAGS, *_OWN_FLAGS.get(name, ()))
     source = _SOURCES / f"{name}.cpp"
     made_of = [path.read_bytes() for path in (source, *sorted(_SOURCES.glob("*.h")))]
-    made_of += [" ".join([*compiler, *_FLAGS]).encode(), _processor().encode()]
+    made_of += [" ".join([*compiler, *flags]).encode(), _processor().encode()]
     made = cache_directory() / "native" / f"{name}-{hashlib.sha256(b'|'.join(made_of)).hexdigest()[:16]}.so"
     if made.exists():
         return made
@@ -52,7 +54,7 @@ def compiled(name: str) -> Path:
     # Two engines that start at once both compile: each rename leaves a whole file.
     with tempfile.TemporaryDirectory(dir=made.parent) as scratch:
         fresh = Path(scratch) / made.name
-        command = [*compiler, *_FLAGS, "-o", str(fresh), str(source)]
+        command = [*compiler, *flags, "-o", str(fresh), str(source)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
         fresh.replace(made)
     return made

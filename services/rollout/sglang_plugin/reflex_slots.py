@@ -13,7 +13,7 @@ from dataclasses import replace
 from services.config import SpeculationConfig
 from services.rollout.sglang_plugin.overrides import override_of
 from specroll_core.proposal import PathProposer
-from specroll_core.reflex import Reflex, ReflexOptions
+from specroll_core.reflex import MemoryClasses, Reflex, ReflexOptions
 
 # The parts of a `SpeculationOverride` that are kept here.
 MEMORY, OWN_MEMORY, LOOKUP = "memory", "own-memory", "lookup"
@@ -25,14 +25,15 @@ class ReflexSlots:
     """One per worker. Memory of a request's own tokens alone, and plain prompt lookup, have states of
     their own: a request asks for one of the three."""
 
-    def __init__(self, config: SpeculationConfig) -> None:
+    def __init__(self, config: SpeculationConfig, classes: MemoryClasses | None = None) -> None:
+        """classes: what the memories are made of, None for Python's."""
         self.enabled = config.memory != "off"
         self._default: str | None = MEMORY if self.enabled else None
         options = ReflexOptions(memory=config.memory, siblings=config.siblings, table=config.table)
         self._states = {
-            MEMORY: Reflex(options),
-            OWN_MEMORY: Reflex(replace(options, siblings=False, table=False)),
-            LOOKUP: Reflex(ReflexOptions(memory="suffix", siblings=False)),
+            MEMORY: Reflex(options, classes),
+            OWN_MEMORY: Reflex(replace(options, siblings=False, table=False), classes),
+            LOOKUP: Reflex(ReflexOptions(memory="suffix", siblings=False), classes),
         }
         # Spent so far on requests that had begun while nothing was kept for them.
         self.catching_up_seconds = 0.0

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from services.config import SpeculationConfig
+from services.rollout.sglang_plugin.compiled_parts import CompiledParts
 from services.rollout.sglang_plugin.correction_slots import CorrectionSlots, Proposed
 from services.rollout.sglang_plugin.overrides import override_of
 from services.rollout.sglang_plugin.part_gates import PartGates
@@ -71,7 +72,11 @@ class RoundProposals:
         vocabulary: ServedVocabulary,
         reflex: ReflexSlots,
         correction: CorrectionSlots,
+        compiled: CompiledParts | None = None,
     ) -> None:
+        compiled = compiled or CompiledParts()
+        self._build = build_tree if compiled.growth is None else compiled.growth.build_tree
+        self._candidates = propose_from_logits if compiled.candidates is None else compiled.candidates.propose
         self._rule = config.rule
         self._scorer = scorer
         self._vocabulary = vocabulary
@@ -105,7 +110,7 @@ class RoundProposals:
                 used = [None if _follows(r) else path for r, path in zip(this.requests, paths, strict=True)]
             proposal, shadow = self._from_heads(this, heads, options.sampled_children)
             proposal = replace(proposal, paths=used)
-        tree = build_tree(
+        tree = self._build(
             this.pending.tolist(),
             proposal,
             self._scorer,
@@ -156,7 +161,7 @@ class RoundProposals:
             this.requests, self._asking(this), (states, this.hidden, embedded), columns, self._vocabulary
         )
         if corrected is None:
-            whole = propose_from_logits(columns.logits(states), params, columns, width=this.nodes, with_laws=with_laws)
+            whole = self._candidates(columns.logits(states), params, columns, width=this.nodes, with_laws=with_laws)
             return whole, None
         at = list(corrected.places)
         plain, states = states, states.clone()
@@ -172,7 +177,7 @@ class RoundProposals:
             states = torch.cat([states, spare[None]])
             params = params.select(torch.tensor([*range(B), row], device=states.device))
         width = max(this.nodes, TOP)
-        whole = propose_from_logits(columns.logits(states), params, columns, width=width, with_laws=with_laws)
+        whole = self._candidates(columns.logits(states), params, columns, width=width, with_laws=with_laws)
         self._corrected = Proposed(
             corrected,
             columns,

@@ -30,7 +30,8 @@ from torch import Tensor
 from services.config import SpeculationConfig
 from services.rollout.completion import SpeculationStats
 from services.rollout.heads_file import load_heads
-from services.rollout.sglang_plugin import feedback, native_walk
+from services.rollout.sglang_plugin import feedback
+from services.rollout.sglang_plugin.compiled_parts import CompiledParts
 from services.rollout.sglang_plugin.correction_slots import CorrectionSlots
 from services.rollout.sglang_plugin.lazy_logits import LazyLogits
 from services.rollout.sglang_plugin.overrides import override_of
@@ -81,10 +82,10 @@ class SpeculativeWorker(BaseSpecWorker):
         # On a GPU, graphs of a speculative engine exist for verification only, and for some widths only.
         self._decodes_plainly = get_device().device == "cpu"
         self._widths: VerifyWidths | None = None
-        self._native = native_walk.load() if self._decodes_plainly and not self.config.planted_bias else None
+        self._compiled = CompiledParts.load() if self._decodes_plainly else CompiledParts()
         self.stats = SpeculationStats()
         self.scorer = CountTableScorer.with_prior()
-        self.reflex = ReflexSlots(self.config)
+        self.reflex = ReflexSlots(self.config, self._compiled.memory)
         # What pays depends on who proposes: requests that ask for other parts have a policy of their own.
         self.budgets: dict[Hashable, BudgetPolicy] = {}
         self._chooser: BudgetPolicy | None = None  # whose choice this round is, if any's
@@ -117,7 +118,9 @@ class SpeculativeWorker(BaseSpecWorker):
             self.proposer = HeadProposer(self.model_runner.model, heads, self.model_runner.dtype, self.device)
         self.vocabulary = ServedVocabulary(self._lm_head, self.config.vocabulary, seeds)
         self.correction = CorrectionSlots(self.config, rows, self._lm_head, self._kind_of_place)
-        self.proposals = RoundProposals(self.config, self.scorer, self.vocabulary, self.reflex, self.correction)
+        self.proposals = RoundProposals(
+            self.config, self.scorer, self.vocabulary, self.reflex, self.correction, self._compiled
+        )
         self.lazy_logits = LazyLogits(self.model_runner.model.logits_processor)
 
     def init_cuda_graphs(self) -> None:
@@ -195,7 +198,8 @@ class SpeculativeWorker(BaseSpecWorker):
         nodes = max(budgets) if self._widths is None else padded(max(budgets), self._widths.widths)
         late = self.reflex.catching_up_seconds
         params = law_params(info)
-        drawn, walked = round_uniforms(info, lengths, nodes, min(nodes, 1 + TREE.max_depth))
+        uniforms = self._compiled.uniforms or round_uniforms
+        drawn, walked = uniforms(info, lengths, nodes, min(nodes, 1 + TREE.max_depth))
         tree, laws = self._propose(batch, budgets, nodes, params, drawn)
         nodes = tree.tokens.shape[1]
         proposed = time.perf_counter()
@@ -209,8 +213,9 @@ class SpeculativeWorker(BaseSpecWorker):
 
         law = NodeLaw(logits, tree, requests, info.logit_bias)
         watched = self.proposals.watch(law, params)
-        if self._native is not None and watched is law and self._native.fits(law.bare, params):
-            verified = self._native.verify(tree, law.bare, params, walked, laws)
+        walk = None if self.config.planted_bias else self._compiled.walk
+        if walk is not None and watched is law and walk.fits(law.bare, params):
+            verified = walk.verify(tree, law.bare, params, walked, laws)
         else:
             verified = verify(tree, watched, params, walked, laws, planted_bias=self.config.planted_bias)
         drafted, emitted = tree.drafted.tolist(), verified.lengths.tolist()

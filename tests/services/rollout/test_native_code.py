@@ -20,7 +20,7 @@ def test_without_a_compiler_the_log_says_so_and_pytorch_goes_on(monkeypatch, tmp
     assert not list(tmp_path.rglob("*.so"))
 
 
-@pytest.mark.parametrize("name", ["tree_attention", "tree_walk"])
+@pytest.mark.parametrize("name", ["candidates", "round_uniforms", "tree_attention", "tree_growth", "tree_walk"])
 def test_what_was_compiled_once_is_not_compiled_again(monkeypatch, tmp_path, name):
     monkeypatch.setenv("SPECROLL_CACHE", str(tmp_path))
     made = native_code.compiled(name)

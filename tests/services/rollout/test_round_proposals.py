@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from services.rollout.sglang_plugin import correction_slots
+from services.rollout.sglang_plugin import correction_slots, native_growth
+from services.rollout.sglang_plugin.compiled_parts import CompiledParts
 from services.rollout.sglang_plugin.correction_slots import CorrectionSlots
 from services.rollout.sglang_plugin.reflex_slots import ReflexSlots
 from services.rollout.sglang_plugin.round_proposals import CORRECTION, RoundBatch, RoundProposals
@@ -16,6 +18,7 @@ from services.rollout.sglang_plugin.variables import OVERRIDE_KEY
 from services.speculation_config import SpeculationConfig
 from specroll_core.law import LawParams
 from specroll_core.scorer import CountTableScorer
+from specroll_core.tree import DraftTree
 from specroll_core.verify import verify
 
 V, H, K, NODES = 60, 16, 3, 6
@@ -52,6 +55,8 @@ class Heads:
 class Worker:
     """Rounds of a model whose law at every node is that of random logits by token."""
 
+    compiled = CompiledParts()
+
     def __init__(self, **config):
         self.heads = Heads()
         self.config = SpeculationConfig(enabled=True, nodes=NODES, **config)
@@ -59,9 +64,11 @@ class Worker:
         self.target = torch.randn(V, V, generator=self.g) * 2
         self.scorer = CountTableScorer.with_prior()
         self.vocabulary = ServedVocabulary(lambda: self.heads.weight, 0, None)
-        self.reflex = ReflexSlots(self.config)
+        self.reflex = ReflexSlots(self.config, self.compiled.memory)
         self.correction = CorrectionSlots(self.config, 8, lambda: self.heads.weight, lambda h, e: torch.cat([h, e], -1))
-        self.proposals = RoundProposals(self.config, self.scorer, self.vocabulary, self.reflex, self.correction)
+        self.proposals = RoundProposals(
+            self.config, self.scorer, self.vocabulary, self.reflex, self.correction, self.compiled
+        )
 
     def round(self, requests):
         B, rows = len(requests), [int(r.rid[1:]) for r in requests]
@@ -107,6 +114,15 @@ class Worker:
 
     def gate(self, part):
         return next(r for r in self.proposals.gates.record() if r["part"] == part)
+
+
+@pytest.fixture(autouse=True, params=["Python", "compiled"])
+def _parts(request, monkeypatch):
+    if request.param == "compiled":
+        monkeypatch.setattr(Worker, "compiled", CompiledParts.load())
+        assert all(getattr(Worker.compiled, part.name) for part in fields(CompiledParts)), (
+            "the tests need a C++ compiler"
+        )
 
 
 @pytest.mark.parametrize("form", ["whitened", "bias", "credit", "soft"])
@@ -248,3 +264,29 @@ def test_what_is_learned_brings_the_heads_closer_to_the_law(form, gain):
             corrected += float(torch.minimum(p, laws.probs[:, 0]).sum())
             plain += float(torch.minimum(p, q).sum())
     assert corrected > gain * plain
+
+
+def test_compiled_trees_are_pythons_round_by_round(monkeypatch):
+    """With memories of groups, requests that come and go, a correction, and gates that compare."""
+    workers = []
+    for compiled in (CompiledParts(), CompiledParts(growth=native_growth.load())):
+        monkeypatch.setattr(Worker, "compiled", compiled)
+        workers.append(Worker(correction="trajectory", gate=True, table=True))
+    for turn in range(12):
+        batches = [[request(f"r{turn + i}", group=f"g{i % 2}") for i in range(4)] for _ in workers]
+        for _ in range(30):
+            trees = [worker.round(batch)[0] for worker, batch in zip(workers, batches, strict=True)]
+            for worker in workers:
+                if worker.correction._maker is not None:
+                    worker.correction._maker.wait()
+            for field in fields(DraftTree):
+                one, other = (getattr(tree, field.name) for tree in trees)
+                if field.name == "slot_mass":
+                    torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+                else:
+                    assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, field.name
+        for worker, batch in zip(workers, batches, strict=True):
+            for one in batch:
+                worker.reflex.close(one.rid, ended=turn % 2 == 0)
+    assert workers[0].proposals.gates.record() == workers[1].proposals.gates.record()
+    assert workers[0].gate("memory")["comparisons"] > 2
