@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
@@ -34,9 +34,9 @@ from services.rollout.sglang_plugin import feedback
 from services.rollout.sglang_plugin.compiled_parts import CompiledParts
 from services.rollout.sglang_plugin.correction_slots import CorrectionSlots
 from services.rollout.sglang_plugin.lazy_logits import LazyLogits
-from services.rollout.sglang_plugin.overrides import override_of
 from services.rollout.sglang_plugin.proposer import HeadProposer
 from services.rollout.sglang_plugin.reflex_slots import ReflexSlots
+from services.rollout.sglang_plugin.round_budget import RoundBudget
 from services.rollout.sglang_plugin.round_proposals import TREE, RoundBatch, RoundProposals, asks_heads
 from services.rollout.sglang_plugin.sampler import law_params
 from services.rollout.sglang_plugin.served_vocabulary import ServedVocabulary
@@ -52,7 +52,7 @@ from services.rollout.sglang_plugin.spec_sampling import (
 from services.rollout.sglang_plugin.variables import SPECULATION_VARIABLE
 from services.rollout.sglang_plugin.verify_input import BetweenRounds, TreeVerifyInput
 from services.rollout.sglang_plugin.verify_widths import VerifyWidths, of_runner, padded
-from specroll_core.budget import BUDGETS, BudgetPolicy
+from specroll_core.budget import BUDGETS
 from specroll_core.law import LawParams
 from specroll_core.proposal import DepthLaws
 from specroll_core.scorer import CountTableScorer
@@ -86,11 +86,7 @@ class SpeculativeWorker(BaseSpecWorker):
         self.stats = SpeculationStats()
         self.scorer = CountTableScorer.with_prior()
         self.reflex = ReflexSlots(self.config, self._compiled.memory)
-        # What pays depends on who proposes: requests that ask for other parts have a policy of their own.
-        self.budgets: dict[Hashable, BudgetPolicy] = {}
-        self._chooser: BudgetPolicy | None = None  # whose choice this round is, if any's
-        self._fits = False  # it has the last word once the trees are grown
-        self._grown: list[list[float]] | None = None  # what it saw of them
+        self.budget = RoundBudget(self.config)
         assert get_parallel().tp_size == 1, "the LM head must be whole; refused when the engine starts"
         assert get_schedule().disable_overlap_schedule, "the worker reads requests that the scheduler has settled"
 
@@ -132,7 +128,8 @@ class SpeculativeWorker(BaseSpecWorker):
         assert on_publish is None
         if not batch.forward_mode.is_decode():
             return self._prefill(batch, pp_proxy_tensors)
-        budgets = self._budgets(batch.reqs)
+        drafting = any(self._can_draft(request) for request in batch.reqs)
+        budgets = self.budget.nodes(batch.reqs, self._choices(), drafting=drafting)
         if (
             max(budgets) == 1
             and self._decodes_plainly
@@ -185,11 +182,7 @@ class SpeculativeWorker(BaseSpecWorker):
         sampled = sampler.seconds - sampled
         self.stats.add(B, 1, 0, B, 0.0, seconds - sampled, sampled)
         self.stats.plain_seconds += seconds
-        if self._chooser is not None:
-            self._chooser.record(B, 1, seconds)
-        for policy in self.budgets.values():
-            if policy is not self._chooser:
-                policy.times.record(B, 1, seconds)
+        self.budget.record_plain(B, seconds)
         return result
 
     def _round(self, batch, budgets: list[int]) -> GenerationBatchResult:
@@ -235,7 +228,10 @@ class SpeculativeWorker(BaseSpecWorker):
         self.proposals.learn(verified)
         ended = time.perf_counter()
         seconds = (proposed - began, forwarded - proposed, ended - forwarded)
-        self._record(tree, verified, drafted, emitted, seconds, self.reflex.catching_up_seconds - late)
+        self.stats.add(len(requests), nodes, sum(drafted), sum(emitted), *seconds)
+        caught_up = self.reflex.catching_up_seconds - late
+        self.stats.plain_seconds += self.budget.record(tree, emitted, sum(seconds), caught_up)
+        self.vocabulary.see(verified.tokens)
 
         accepted = torch.tensor(kept, dtype=torch.int32, device=self.device)
         return GenerationBatchResult(
@@ -247,36 +243,6 @@ class SpeculativeWorker(BaseSpecWorker):
             speculative_num_draft_tokens=nodes,
             speculative_output_stride=verified.tokens.shape[1],
         )
-
-    def _budgets(self, requests: Sequence) -> list[int]:
-        """Nodes per request."""
-        self._chooser, self._fits, self._grown = None, False, None
-        if not any(self._can_draft(request) for request in requests):
-            return [1] * len(requests)
-        asked = [override_of(request).get("nodes") for request in requests]
-        chosen = 1
-        if None in asked:
-            chosen = self.config.nodes or self._choose(requests, asked.index(None))
-            if self._chooser is not None and not any(asked):
-                reach = self._chooser.reach(chosen)
-                self._fits, chosen = reach > chosen, reach
-        return [chosen if n is None else min(n, self.config.max_nodes) for n in asked]
-
-    def _choose(self, requests: Sequence, free: int) -> int:
-        """Nodes that the policy wants for the round. free: the first request that leaves it to the policy."""
-        override = override_of(requests[free])
-        key = (override.get("rule"), tuple(override.get("parts") or ()))
-        policy = self._chooser = self.budgets.setdefault(
-            key,
-            BudgetPolicy(self._choices(), peak_tokens=self.config.peak_tokens),
-        )
-        return policy.choose(len(requests))
-
-    def _fit(self, scores: list[list[float]]) -> int:
-        """How many nodes the policy lets this round's trees keep, of which `scores` tells."""
-        assert self._chooser is not None
-        self._grown = scores
-        return self._chooser.fit(len(scores), scores)
 
     def _choices(self) -> Sequence[int]:
         """Nodes per request that a round may have."""
@@ -303,7 +269,7 @@ class SpeculativeWorker(BaseSpecWorker):
             params,
             budgets,
             nodes,
-            self._fit if self._fits else None,
+            self.budget.cut,
         )
         heads = self.proposer if any(self._asks_heads(request) for request in batch.reqs) else None
         return self.proposals.tree(this, heads, uniforms)
@@ -404,29 +370,3 @@ class SpeculativeWorker(BaseSpecWorker):
         B = len(batch.reqs)
         states = hidden[torch.arange(B, device=self.device), verified.last_nodes]
         self.slots.store(batch.req_pool_indices.to(torch.int64), verified.pending, states)
-
-    def _record(
-        self,
-        tree: DraftTree,
-        verified: Verified,
-        drafted: Sequence[int],
-        emitted: Sequence[int],
-        seconds: tuple[float, float, float],
-        once: float,
-    ) -> None:
-        """once: how much of the seconds went into requests that had begun while nothing was kept for them."""
-        B, nodes = tree.tokens.shape
-        self.stats.add(B, nodes, sum(drafted), sum(emitted), *seconds)
-        self.vocabulary.see(verified.tokens)
-        if self._chooser is None:
-            # Nobody measures plain rounds where the width is fixed: nothing is claimed to be gained.
-            self.stats.plain_seconds += sum(seconds)
-            return
-        self.stats.plain_seconds += sum(emitted) / B * self._chooser.times.predict(B, 1)
-        if nodes == 1:
-            return  # nothing was found to verify: a round that is neither a plain one nor one that drafts
-        self._chooser.record(B, nodes, sum(seconds) - once, once)
-        if self._grown is not None:
-            self._chooser.acceptance.observe(self._grown, emitted, nodes - 1)
-        else:
-            self._chooser.acceptance.observe(tree.path_scores[:, 1:].tolist(), emitted)
