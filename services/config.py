@@ -167,9 +167,10 @@ class WatcherConfig(Section):
     learner: host:port that policy files come from where run.dir is not shared. row_fraction: of the requests whose
     positions become training rows, rows_per_second at most; max_row_bytes: of rows held in Redis. check_records,
     patience, cooldown_seconds: of `specroll_core/drift.py`. min_rows: rows that training begins with; max_rows: the
-    newest that it takes. train_seconds: after which training ends where it stands. gate_rows: held-out rows that
-    decide; gate_nodes: of the trees that they are judged with, root included. threads, nice: of the trainer's process.
-    keep_versions: heads kept on disk beside the serving ones and those before them.
+    newest that it takes, two bytes for each number of a hidden state. train_seconds: after which training ends where it
+    stands. gate_rows: held-out rows that decide; gate_nodes: of the trees that they are judged with, root included.
+    threads, nice: of the trainer's process. keep_versions: heads kept on disk beside the serving ones and those before
+    them.
     """
 
     enabled: bool = True
@@ -185,11 +186,11 @@ class WatcherConfig(Section):
     patience: int = Field(2, ge=1)
     cooldown_seconds: float = Field(60.0, ge=0)
     min_rows: int = Field(4000, ge=64)
-    max_rows: int = Field(14_000, ge=64)
+    max_rows: int = Field(56_000, ge=64)
     epochs: int = Field(3, ge=1)
     train_seconds: float = Field(240.0, gt=0)
     holdout: float = Field(0.15, gt=0, lt=0.5)
-    gate_rows: int = Field(2000, ge=64)
+    gate_rows: int = Field(4000, ge=64)
     gate_nodes: int = Field(8, ge=1)
     threads: int = Field(1, ge=1)
     nice: int = Field(15, ge=0, le=19)

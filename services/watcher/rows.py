@@ -36,14 +36,14 @@ class ChosenRows:
 
 
 class RowBuffer:
-    """Holds the newest frames, `capacity` rows of training prompts and as many of held-out ones at most.
+    """Holds the newest frames, `capacity` rows of training prompts and `held_capacity` of held-out ones at most.
 
     holdout: share of prompts held out. A prompt is held out by its name alone: it stays on its side for ever, for every
     version of the heads and after a restart.
     """
 
-    def __init__(self, capacity: int, holdout: float) -> None:
-        self._capacity = capacity
+    def __init__(self, capacity: int, held_capacity: int, holdout: float) -> None:
+        self._capacity = {False: capacity, True: held_capacity}
         self._limit = int(holdout * _SCALE)
         # With the number of rows that had been received before.
         self._frames: dict[bool, deque[tuple[int, RowFrame]]] = {False: deque(), True: deque()}
@@ -58,7 +58,7 @@ class RowBuffer:
         self._rows[held] += len(frame.tokens)
         self.received += len(frame.tokens)
         self.newest_policy = max(self.newest_policy, frame.policy)
-        while self._rows[held] - len(frames[0][1].tokens) >= self._capacity:
+        while self._rows[held] - len(frames[0][1].tokens) >= self._capacity[held]:
             self._rows[held] -= len(frames.popleft()[1].tokens)
 
     def count(self, *, held_out: bool, since: int = 0) -> int:

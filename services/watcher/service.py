@@ -82,7 +82,7 @@ class Watcher:
         self.board = RunBoard(client, keys)
         self.registry = HeadsRegistry(run_dir.root / "heads", keep=settings.keep_versions)
         self.policies = PolicySource(config, root / "policies")
-        self.buffer = RowBuffer(settings.max_rows, settings.holdout)
+        self.buffer = RowBuffer(settings.max_rows, 2 * settings.gate_rows, settings.holdout)
         self.trainer = Trainer(root / "jobs", threads=settings.threads, nice=settings.nice)
         self.fleet = Fleet(lambda address: grpc_setup.channel(address, security=config.security))
         self.current = self._first_version()

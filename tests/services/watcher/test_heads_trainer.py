@@ -29,7 +29,7 @@ def buffer(tiny_dir):
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
-    buffer = RowBuffer(10_000, holdout=0.3)
+    buffer = RowBuffer(10_000, 10_000, holdout=0.3)
     prompts = torch.randint(3, 300, (PROMPTS, 4))
     with torch.no_grad():
         made = model.generate(

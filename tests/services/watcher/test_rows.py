@@ -35,21 +35,21 @@ def test_what_is_no_frame_is_refused():
 
 
 def test_prompts_stay_on_their_side():
-    buffer = RowBuffer(10_000, holdout=0.25)
+    buffer = RowBuffer(10_000, 10_000, holdout=0.25)
     for i in range(400):
         buffer.add(frame(i % 100))
     train, held = buffer.training(10_000), buffer.held_out(10_000)
     assert len(train) + len(held) == 4 * 400
     assert 10 <= buffer.prompts(held_out=True) <= 40
     assert buffer.prompts(held_out=True) + buffer.prompts(held_out=False) == 100
-    other = RowBuffer(10_000, holdout=0.25)
+    other = RowBuffer(10_000, 10_000, holdout=0.25)
     for i in range(100):
         other.add(frame(i))
     assert other.prompts(held_out=True) == buffer.prompts(held_out=True)
 
 
 def test_the_newest_rows_are_kept_and_preferred():
-    buffer = RowBuffer(100, holdout=1e-9)
+    buffer = RowBuffer(100, 100, holdout=1e-9)
     for policy in range(60):
         buffer.add(frame(policy, policy=policy))
     assert 100 <= buffer.count(held_out=False) < 104
@@ -59,8 +59,16 @@ def test_the_newest_rows_are_kept_and_preferred():
     assert few.policies[1] == 59
 
 
+def test_each_side_has_a_bound_of_its_own():
+    buffer = RowBuffer(200, 40, holdout=0.5)
+    for i in range(300):
+        buffer.add(frame(i % 100))
+    assert 200 <= buffer.count(held_out=False) < 204
+    assert 40 <= buffer.count(held_out=True) < 44
+
+
 def test_older_policies_are_sampled_thinly():
-    buffer = RowBuffer(100_000, holdout=1e-9)
+    buffer = RowBuffer(100_000, 100_000, holdout=1e-9)
     for i in range(2000):
         buffer.add(frame(i, policy=0 if i < 1000 else 24, fill=float(i >= 1000)))
     chosen = buffer.training(100_000)
@@ -70,11 +78,11 @@ def test_older_policies_are_sampled_thinly():
 
 
 def test_rows_of_another_law_are_left_out():
-    buffer = RowBuffer(1000, holdout=1e-9)
+    buffer = RowBuffer(1000, 1000, holdout=1e-9)
     for i in range(10):
         buffer.add(frame(i, temperature=0.6 if i < 3 else 1.0))
     chosen = buffer.training(1000)
     assert chosen.law == (1.0, 1.0, -1, 0.0)
     assert len(chosen) == 28
     with pytest.raises(ValueError, match="no rows"):
-        RowBuffer(10, holdout=0.1).training(10)
+        RowBuffer(10, 10, holdout=0.1).training(10)
