@@ -50,6 +50,8 @@ from services.run_dir import RunDir
 from specroll.v1 import rollout_pb2_grpc
 
 _TURN_SECONDS = 120.0
+# By when the watcher has met the engine.
+_WATCHER_SECONDS = 40.0
 
 
 class Traffic:
@@ -162,6 +164,9 @@ async def stand_still(phases: Phases, metrics: Path) -> dict:
     """Stationary traffic until the end. metrics: the watcher's records."""
     traffic, turns = phases.traffic, []
     await phases.until("heads", lambda state: state.version > 0)
+    # The watcher, when it comes, puts in place what it finds serving already: a swap, but none of its own accord.
+    there = time.monotonic() + _WATCHER_SECONDS
+    await phases.until("the watcher", lambda _: time.monotonic() >= there)
     swaps = (await phases.state()).swaps
     for turn in itertools.count():
         temperature = (0.6, 1.0)[turn % 2]

@@ -29,7 +29,7 @@ def take_in(watch: Watch, kind: str, line: Mapping[str, Any]) -> Events:
     elif kind == "repaired":
         watch.repaired()
     elif kind == "refused" and not line["stale"]:
-        watch.refused(float(line["time"]))
+        watch.refused(float(line["time"]), undecided=bool(line.get("undecided", False)))
     elif kind == "training_failed":
         watch.failed(float(line["time"]))
     return Events()

@@ -58,6 +58,8 @@ _MIN_HELD_OUT_PROMPTS = 6
 _DOUBTFUL = 2.0
 # Heads that begin from nothing need more passes than those that are brought up to date.
 _COLD_EPOCHS = 5
+# A gain, as a share of what the serving heads do, that is worth training again with more rows where it is possible.
+_WORTHWHILE = 0.02
 
 
 class Watcher:
@@ -259,9 +261,12 @@ class Watcher:
         self._event("gate", serving=result["job"]["serving"], **gate)
         stale = result["job"]["serving"] != self.watch.version
         if stale or not gate["passed"]:
+            undecided = gate["high"] > _WORTHWHILE * gate["old"] and result["rows"] < self.config.watcher.max_rows
             if not stale:
-                self.watch.refused(time.time())
-            self._event("refused", difference=gate["difference"], low=gate["low"], stale=stale)
+                self.watch.refused(time.time(), undecided=undecided)
+                if undecided:
+                    self._needed = 2 * result["rows"]
+            self._event("refused", difference=gate["difference"], low=gate["low"], stale=stale, undecided=undecided)
         else:
             self._publish(files, result)
         self.trainer.discard(files)

@@ -4,7 +4,8 @@ no heads, enough rows ------------> train
 degraded for a while -------------> put the serving copies right where they are not what was published, else train
 trained, and the gate passes -----> publish, swap, and watch the new version against what the old one did;
                                     once there are twice the rows, train again: few rows bring most of the gain
-trained, and the gate does not ---> keep the heads; what they do now is the new normal
+trained, and the gate does not ---> keep the heads; what they do now is the new normal, unless the gate could not rule
+                                    out a gain: then the same again with twice the rows
 the new version is worse ---------> back to the one before it, and never this one again
 """
 
@@ -105,8 +106,13 @@ class Watch:
         self.improving = False
         self._trial = None
 
-    def refused(self, now: float) -> None:
-        """The gate did not pass. What the heads do now is what later is compared with, and the next attempt waits."""
+    def refused(self, now: float, *, undecided: bool = False) -> None:
+        """The gate did not pass. What the heads do now is what later is compared with, and the next attempt waits.
+
+        undecided: few rows could not rule out a gain. Then training is still wanted; whoever trains takes more of them.
+        """
+        if undecided:
+            return
         if self.improving and self.degraded_since is None:
             self.improving = False  # more rows than the last time bring no more: these heads are as good as they get
             return

@@ -53,6 +53,24 @@ def test_a_refused_candidate_makes_the_present_the_new_normal():
     assert not watch.wants_training(1e9)
 
 
+def test_a_gate_that_could_not_decide_leaves_the_wish_for_training_as_it_was():
+    watch = Watch(CONFIG, 1)
+    rng = random.Random(1)
+    assert feed(watch, stream(rng, 60, drop=0.3)) == ["degraded"]
+    watch.refused(now=500.0, undecided=True)
+    assert watch.wants_training(500.0)
+    assert watch.degraded_since is not None
+    feed(watch, stream(rng, 60, drop=0.3, from_check=0))
+    assert watch.last.fall > 0.05  # the present is not the new normal
+    watch.refused(now=600.0)
+    assert not watch.wants_training(600.0)
+    watch.swapped(2)
+    watch.refused(now=700.0, undecided=True)
+    assert watch.improving
+    watch.refused(now=700.0)
+    assert not watch.improving
+
+
 def test_failures_wait_longer_each_time():
     watch = Watch(CONFIG, 0)
     waits = []
