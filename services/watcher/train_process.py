@@ -39,8 +39,8 @@ INTERRUPTED = 75  # EX_TEMPFAIL
 _TOP = 32
 _LAW_ROWS = 256
 _SAVE_SECONDS = 10.0
-# Weight of the squared distance from the serving heads; those that begin from nothing have nothing to stay near to.
-_ANCHOR = 0.01
+# Weight of the squared distance from the serving heads beside the mean loss of so many rows.
+_ANCHOR, _ANCHOR_ROWS = 0.01, 4000
 
 
 class _Interrupted(Exception):
@@ -122,6 +122,12 @@ def run(files: JobDirectory, should_stop: Callable[[], bool]) -> None:
     )  # fmt: skip
 
 
+def anchor(rows: int) -> float:
+    """`HeadTrainConfig.anchor` for a training on so many rows: what was known before is one opinion beside theirs, so
+    that beside their mean it weighs as one over their number."""
+    return _ANCHOR * _ANCHOR_ROWS / rows
+
+
 @torch.no_grad()
 def with_laws(rows: ChosenRows, lm_head: Tensor, should_stop: Callable[[], bool] = lambda: False) -> HeadRows:
     """Rows with the most likely tokens of their laws at temperature 1, computed from the states."""
@@ -169,7 +175,8 @@ def _train(
     warm: bool,
 ) -> tuple[tuple[float, float], int]:
     """Trains in place until the end or until the time is up. Returns the first and the last loss, and the steps."""
-    config = HeadTrainConfig(epochs=job.epochs, anchor=_ANCHOR if warm else 0.0, holdout=0.0, seed=job.seed)
+    near = anchor(len(rows)) if warm else 0.0  # heads that begin from nothing have nothing to stay near to
+    config = HeadTrainConfig(epochs=job.epochs, anchor=near, holdout=0.0, seed=job.seed)
     end = time.monotonic() + job.seconds
     saved_at = time.monotonic()
     losses: list[float] = []

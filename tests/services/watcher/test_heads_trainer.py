@@ -16,6 +16,7 @@ from services.rollout.heads_file import read_heads
 from services.watcher.gate import decide
 from services.watcher.job import TrainJob
 from services.watcher.rows import RowBuffer
+from services.watcher.train_process import anchor
 from services.watcher.trainer import Trainer, TrainingFailed
 
 PROMPTS, LENGTH = 40, 48
@@ -115,3 +116,13 @@ def test_a_failure_says_why_and_leaves_nothing(tiny_dir, buffer, tmp_path):
     assert not trainer.running
     assert not trainer.resume()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("rows", [500, 4000, 56_000])
+def test_more_rows_outvote_the_heads_that_training_began_with(rows):
+    """The least of mean (x_i - theta)^2 / 2 + a (theta - theta_0)^2 is what a prior of fixed precision gives."""
+    theta_0, mean, precision = 1.0, 3.0, 2 * 40.0
+    pulled = 2 * anchor(rows)
+    assert (mean + pulled * theta_0) / (1 + pulled) == pytest.approx(
+        (rows * mean + precision * theta_0) / (rows + precision)
+    )
