@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from services.common.artifacts import ArtifactError
+from services.common.artifacts import MANIFEST, ArtifactError
 from services.heads.artifact import load_artifact
 from services.heads.fingerprint import ModelFingerprint
 from services.rollout.completion import EngineError
@@ -165,8 +165,11 @@ class HeadsControl:
 
 def check_start_heads(path: Path, model: PolicyShape, model_dir: Path, policy_version: int) -> None:
     """Raises ValueError where heads that an engine is to start with do not fit its model."""
-    if path.is_dir():  # with a manifest: more can be compared than shapes
-        load_artifact(path, ModelFingerprint.of(model_dir), lm_head_may_differ=policy_version > 0)
+    if path.is_dir() or path.with_name(MANIFEST).is_file():  # with a manifest: more can be compared than shapes
+        directory = path if path.is_dir() else path.parent
+        artifact = load_artifact(directory, ModelFingerprint.of(model_dir), lm_head_may_differ=policy_version > 0)
+        if not path.is_dir() and path.name not in artifact.artifact.files:
+            raise ValueError(f"{path} is not a file that the {MANIFEST} beside it lists.")
     spec = load_heads(path).spec
     ours, theirs = (spec.hidden, spec.vocab), (model.config["hidden_size"], model.vocab_size)
     if ours != theirs:
