@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -347,6 +348,12 @@ def _checked(run: Callable[[], int]) -> int:
         if os.environ.get("SPECROLL_TRACEBACK"):
             raise
         typer.echo(f"specroll: {error}", err=True)
+        return USAGE_ERROR
+    except OSError as error:
+        # Looking for a file is no error where there is none, except under a name that no file can have.
+        if error.errno != errno.ENAMETOOLONG or os.environ.get("SPECROLL_TRACEBACK"):
+            raise
+        typer.echo(f"specroll: {error.filename} is longer than a file's name can be.", err=True)
         return USAGE_ERROR
 
 

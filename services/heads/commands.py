@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from services.common.artifacts import MANIFEST
 from services.config import Config
 from services.config_loader import load_config
 from services.heads.artifact import HeadsManifest, TrainedOn, check_target, load_artifact, write_heads
@@ -143,10 +144,13 @@ def show_command(heads_dir: Path) -> int:
     if is_registry(heads_dir):
         return show_registry(heads_dir)
     loaded = load_artifact(heads_dir)
+    try:
+        measured = from_json(loaded.manifest.gate.get("acceptance") or [])
+    except ValueError as error:
+        raise ValueError(f"gate.acceptance in {loaded.artifact.path / MANIFEST} cannot be shown: {error}.") from error
     console.print(description(loaded))
-    gate = loaded.manifest.gate
-    if gate.get("acceptance"):
-        console.print(acceptance_table(from_json(gate["acceptance"])))
+    if measured:
+        console.print(acceptance_table(measured))
     return 0
 
 
