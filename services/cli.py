@@ -173,8 +173,8 @@ def heads_train(
         Path | None,
         typer.Option("--texts", metavar="FILE", help="Learn from its column 'text' instead of the model's rollouts."),
     ] = None,
-    heads: Annotated[int, typer.Option("--heads", help="How many tokens ahead to guess.")] = 3,
-    rank: Annotated[int, typer.Option("--rank", help="Inner width of a head.")] = 256,
+    heads: Annotated[int | None, typer.Option("--heads", help="How many tokens ahead to guess; 3.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", help="Inner width of a head; 256.")] = None,
     epochs: Annotated[int, typer.Option("--epochs", help="Passes over what was collected.")] = 8,
     threads: Threads = 0,
     set_: Overrides = [],  # noqa: B006
