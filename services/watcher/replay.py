@@ -41,6 +41,8 @@ def replay(file: Path, config_path: Path | None, overrides: Sequence[str]) -> in
     if not number:
         raise ValueError(f"{file} is empty: no feedback was recorded in it.")
     again.finish()
+    if again.differing and config_path is None:
+        again.say("the thresholds are those of no configuration; name the run's with --config")
     if again.differing and (before := file.with_name(file.name + ".1")).exists():
         again.say(f"the log was begun anew when it had grown large, and what came before is in {before}")
     return 1 if again.differing else 0

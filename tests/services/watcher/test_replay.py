@@ -145,6 +145,14 @@ def test_a_line_that_is_none_is_refused_with_its_number(again, tmp_path, line, r
     assert err.count("\n") == 1
 
 
+def test_thresholds_that_are_not_the_run_s_own_are_pointed_at(recorded, tmp_path):
+    path = tmp_path / "feedback.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in recorded))
+    done = CliRunner().invoke(app, ["watcher", "--replay", str(path), "--set", "watcher.check_records=2048"])
+    assert done.exit_code == 1
+    assert "name the run's with --config" in done.stdout
+
+
 def test_a_file_without_lines_is_refused(again):
     code, out, err = again([])
     assert (code, out) == (2, "")
