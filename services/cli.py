@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -172,8 +173,8 @@ def heads_train(
         Path | None,
         typer.Option("--texts", metavar="FILE", help="Learn from its column 'text' instead of the model's rollouts."),
     ] = None,
-    heads: Annotated[int, typer.Option("--heads", help="How many tokens ahead to guess.")] = 3,
-    rank: Annotated[int, typer.Option("--rank", help="Inner width of a head.")] = 256,
+    heads: Annotated[int | None, typer.Option("--heads", help="How many tokens ahead to guess; 3.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", help="Inner width of a head; 256.")] = None,
     epochs: Annotated[int, typer.Option("--epochs", help="Passes over what was collected.")] = 8,
     threads: Threads = 0,
     set_: Overrides = [],  # noqa: B006
@@ -230,7 +231,9 @@ def bench(
     ] = "1,3,5,7,11,15",
     rounds: Annotated[int, typer.Option("--rounds", help="Windows of each arm, taken in turn.")] = 5,
     seconds: Annotated[float, typer.Option("--seconds", help="Length of a window.")] = 5.0,
-    prompts: Annotated[int, typer.Option("--prompts", help="Held-out prompts to take.")] = 128,
+    prompts: Annotated[
+        int | None, typer.Option("--prompts", help="Held-out prompts to take; 128 where there are so many.")
+    ] = None,
     group_size: Annotated[int, typer.Option("--group-size", help="Completions of one prompt in flight together.")] = 1,
     learner: Annotated[bool, typer.Option("--learner", help="Train on the other half of the cores meanwhile.")] = False,
     hf: Annotated[bool, typer.Option("--hf", help="Measure transformers.generate too, for scale.")] = False,
@@ -247,7 +250,9 @@ def bench(
     ] = None,
     threads: Threads = 0,
     json_: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Writes all figures there.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draws the ratios there.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draws the ratios there; .pdf and .svg too.")
+    ] = None,
     set_: Overrides = [],  # noqa: B006
 ) -> None:
     """Measures what speculation gains here: arms in turn on one engine, with intervals and the bound."""
@@ -260,7 +265,7 @@ def bench(
             concurrency=tuple(_numbers("--concurrency", concurrency, int)),
             temperatures=tuple(_numbers("--temperature", temperature, float)),
             arms=tuple(arms.split(",")) if arms else None,
-            nodes=nodes or None,
+            nodes=None if nodes == 0 else nodes,
             widths=tuple(_numbers("--widths", widths, int)) if widths else (),
             rounds=rounds,
             seconds=seconds,
@@ -347,6 +352,12 @@ def _checked(run: Callable[[], int]) -> int:
         if os.environ.get("SPECROLL_TRACEBACK"):
             raise
         typer.echo(f"specroll: {error}", err=True)
+        return USAGE_ERROR
+    except OSError as error:
+        # Looking for a file is no error where there is none, except under a name that no file can have.
+        if error.errno != errno.ENAMETOOLONG or os.environ.get("SPECROLL_TRACEBACK"):
+            raise
+        typer.echo(f"specroll: {error.filename} is longer than a file's name can be.", err=True)
         return USAGE_ERROR
 
 

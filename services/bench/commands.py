@@ -14,8 +14,9 @@ from rich.console import Console
 
 from services.bench import beside
 from services.bench.ablate import ablate, ablation_table
+from services.bench.heads import with_heads
 from services.bench.measure import Bench
-from services.bench.options import ABLATED_NODES, BenchOptions, reads_table
+from services.bench.options import ABLATED_NODES, USUAL_PROMPTS, BenchOptions, reads_table
 from services.bench.report import notes, table, write_json, write_plot
 from services.bench.result import BenchResult, Curve, bounds_of
 from services.config import Config, EngineConfig
@@ -28,8 +29,6 @@ from services.progress import progress_bar
 from services.rollout.completion import EngineError
 from services.rollout.engine import RolloutEngine
 
-# A window of the slowest machine that anybody would wait for.
-_CELL_SECONDS = 3600.0
 _HF_TOKENS = 64
 # Prompts that an ablation completes before anything counts.
 _WARM = 16
@@ -43,12 +42,17 @@ def bench_command(config_path: Path, overrides: Sequence[str], options: BenchOpt
     check_output("--plot", options.plot)
     if options.policy is not None and not (options.policy / "config.json").is_file():
         raise ValueError(f"--policy {options.policy} must be a directory with a model; there is no config.json in it.")
-    config = load_config(config_path, [*overrides, "rollout.engine.speculation.enabled=true"])
+    overrides = [*overrides, "rollout.engine.speculation.enabled=true"]
+    config = load_config(config_path, overrides)
+    _check_prompts(config, options)
     if config.rollout.engine.speculation.table and not options.ablate:
         raise ValueError(
             "specroll bench repeats its prompts, and rollout.engine.speculation.table is for other prompts' rollouts: "
             "leave it off, or compare tokens per step with --ablate."
         )
+    if options.ablate:
+        _check_table(config, options)
+    config = with_heads(config, config_path, overrides, options)
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
@@ -63,8 +67,6 @@ def bench_command(config_path: Path, overrides: Sequence[str], options: BenchOpt
         console.print(table(result, temperature))
     for line in notes(result):
         console.print(line)
-    if options.json is not None:
-        write_json(result, options.json)
     if options.plot is not None:
         write_plot(result, options.plot)
     return 0
@@ -73,7 +75,7 @@ def bench_command(config_path: Path, overrides: Sequence[str], options: BenchOpt
 def measure(config: Config, options: BenchOptions) -> BenchResult:
     """Starts an engine, runs every arm, and stops it. Main thread only."""
     setting = _Setting.of(config, options)
-    result = BenchResult(_environment(config, options, setting.engine, setting.directory))
+    result = BenchResult(_environment(config, options, setting))
     threads = setting.engine.threads
     if options.hf:
         for concurrency in options.concurrency:
@@ -89,20 +91,12 @@ def measure(config: Config, options: BenchOptions) -> BenchResult:
     ):
         _update(runner, engine, options)
         bench = Bench(engine, setting.prompts, config.sampling.to_params(), options, step)
-        _run(runner, bench, options, result)
+        run_cells(runner, bench, options, result)
     return result
 
 
 def _ablate(config: Config, options: BenchOptions, console: Console) -> int:
-    if config.rollout.engine.speculation.heads is None:
-        raise ValueError("specroll bench --ablate compares heads: set rollout.engine.speculation.heads.")
     table = config.rollout.engine.speculation.table
-    if table and sum(map(reads_table, options.chosen)) > 1:
-        raise ValueError(
-            "specroll bench --ablate completes the same prompts with every arm, and rollout.engine.speculation.table "
-            "is for other prompts' rollouts: name one arm at most that reads it, as in --arms "
-            "heads-own-memory,heads-memory."
-        )
     setting = _Setting.of(config, options)
     with setting.serving(config) as engine, asyncio.Runner() as runner, progress_bar("completing", None) as step:
         _update(runner, engine, options)
@@ -125,10 +119,27 @@ def _ablate(config: Config, options: BenchOptions, console: Console) -> int:
     for temperature in options.temperatures:
         console.print(ablation_table(found, temperature, options.baseline))
     if options.json is not None:
-        environment = _environment(config, options, setting.engine, setting.directory)
+        environment = _environment(config, options, setting)
         record = {"environment": environment, "ablation": [asdict(a) for a in found]}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0
+
+
+def _check_prompts(config: Config, options: BenchOptions) -> None:
+    held_out = config.data.holdout
+    if held_out == 0:
+        raise ValueError("specroll bench takes held-out prompts, and data.holdout is 0.")
+    if options.prompts is not None and options.prompts > held_out:
+        raise ValueError(f"--prompts {options.prompts} is more than the {held_out} that data.holdout keeps.")
+
+
+def _check_table(config: Config, options: BenchOptions) -> None:
+    if config.rollout.engine.speculation.table and sum(map(reads_table, options.chosen)) > 1:
+        raise ValueError(
+            "specroll bench --ablate completes the same prompts with every arm, and rollout.engine.speculation.table "
+            "is for other prompts' rollouts: name one arm at most that reads it, as in --arms "
+            "heads-own-memory,heads-memory."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +157,13 @@ class _Setting:
         directory = fetch_model(config.model.source)
         # Beside a learner the engine has the first half of the cores, as in a run on one machine.
         threads = options.threads or (half_of_the_cores() if options.learner else len(cores()))
-        prompts, warm = _prompts(config, directory, options.prompts)
+        prompts, warm = _prompts(config, directory, options.prompts or USUAL_PROMPTS)
         longest = max(map(len, [*prompts, *warm]))
         return _Setting(
-            directory, prompts, warm, _engine_config(config, options, threads, tuple(cores()[:threads]), longest)
+            directory,
+            prompts,
+            warm,
+            _engine_config(config, options, threads, tuple(cores()[:threads]), longest, len(prompts)),
         )
 
     @contextlib.contextmanager
@@ -172,37 +186,42 @@ def _update(runner: asyncio.Runner, engine: RolloutEngine, options: BenchOptions
         runner.run(engine.update_policy(options.policy, 1, pause_mode="retract"))
 
 
-def _run(runner: asyncio.Runner, bench: Bench, options: BenchOptions, result: BenchResult) -> None:
+def run_cells(runner: asyncio.Runner, bench: Bench, options: BenchOptions, result: BenchResult) -> None:
+    """Raises EngineError where a cell does not end. Whatever ends it, the JSON file holds the cells before."""
     curves: list[Curve] = []
-    for temperature in options.temperatures:
-        for concurrency in options.concurrency:
-            cell = bench.cell(concurrency, temperature)
-            arms, curve = runner.run(asyncio.wait_for(cell, _CELL_SECONDS))
-            result.arms.extend(arms)
-            if curve is not None:
-                curves.append(curve)
-    result.bounds.extend(bounds_of(curves))
+    cells = [(temperature, concurrency) for temperature in options.temperatures for concurrency in options.concurrency]
+    for number, (temperature, concurrency) in enumerate(cells, 1):
+        try:
+            arms, curve = runner.run(asyncio.wait_for(bench.cell(concurrency, temperature), bench.cell_seconds))
+        except TimeoutError as error:
+            raise EngineError(
+                f"the windows of {concurrency} in flight did not end within {bench.cell_seconds:.0f} s"
+            ) from error
+        result.arms.extend(arms)
+        if curve is not None:
+            curves.append(curve)
+        result.bounds = bounds_of(curves)
+        result.complete = number == len(cells)
+        if options.json is not None:
+            write_json(result, options.json)
 
 
 def _prompts(config: Config, directory: Path, count: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Held-out ones, which no heads were trained on, and some of the others to warm up with. Raises ValueError where
-    the configuration holds none out."""
+    """Held-out ones, which no heads were trained on, and some of the others to warm up with."""
     from transformers import AutoTokenizer
 
     loaded = load_prompts(config.data, AutoTokenizer.from_pretrained(directory), config.run.seed)
-    if not loaded.holdout:
-        raise ValueError("specroll bench takes held-out prompts, and data.holdout is 0.")
     return [tuple(p.ids) for p in loaded.holdout[:count]], [tuple(p.ids) for p in loaded.train[:_WARM]]
 
 
 def _engine_config(
-    config: Config, options: BenchOptions, threads: int, cpus: tuple[int, ...], longest: int
+    config: Config, options: BenchOptions, threads: int, cpus: tuple[int, ...], longest: int, prompts: int
 ) -> EngineConfig:
     """As the configuration has it, with room for the largest load and the largest tree."""
     tree = options.largest_tree
     most = max(options.concurrency)
     each = longest + config.sampling.max_new_tokens + 2 * tree
-    room = most * each + options.prompts * longest
+    room = most * each + prompts * longest
     old = config.rollout.engine
     return old.model_copy(
         update={
@@ -218,13 +237,14 @@ def _engine_config(
 
 
 def _environment(
-    config: Config, options: BenchOptions, engine: EngineConfig, directory: Path
+    config: Config, options: BenchOptions, setting: _Setting
 ) -> dict[str, str | int | float | bool | None]:
     import torch
 
-    recorded = replace(options, json=None, plot=None, policy=None)
+    engine = setting.engine
+    recorded = replace(options, json=None, plot=None, policy=None, prompts=len(setting.prompts))
     return {
-        "model": directory.name,
+        "model": setting.directory.name,
         "policy": options.policy.name if options.policy else None,
         "dtype": config.model.dtype,
         "heads": str(engine.speculation.heads.name) if engine.speculation.heads else None,

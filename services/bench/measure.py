@@ -15,6 +15,8 @@ from specroll_core.contracts import SamplingParams
 
 # Windows of the bound's curve are shorter: each gives one mean step time, not a rate.
 _CURVE_SHARE = 0.5
+# A cell of the slowest machine that anybody would wait for, and what a window may take beside what was asked for.
+_CELL_SECONDS, _WINDOW_SECONDS = 3600.0, 60.0
 
 
 class Bench:
@@ -41,6 +43,15 @@ class Bench:
         o = self._options
         curve = 1 + len(o.widths) if o.widths and o.curve_of else 0
         return len(o.temperatures) * len(o.concurrency) * o.rounds * (len(o.chosen) + curve)
+
+    @property
+    def cell_seconds(self) -> float:
+        """After which a cell's engine must have lost its way."""
+        o = self._options
+        curve = 1 + len(o.widths) if o.widths and o.curve_of else 0
+        beside = o.warmup + _WINDOW_SECONDS
+        turn = len(o.chosen) * (o.seconds + beside) + curve * (o.seconds * _CURVE_SHARE + beside)
+        return max(_CELL_SECONDS, o.rounds * turn)
 
     async def cell(self, concurrency: int, temperature: float) -> tuple[list[ArmResult], Curve | None]:
         """Each arm in each round, in an order that moves on by one every round, and then each width of the curve.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +45,18 @@ ABLATED = (
 # The correction needs some hundred rounds before it has directions at all.
 WARMED = ("speculation", "heads-correction")
 ABLATED_NODES = (4, 8, 16)
+# Beside the root, with which there are as many as an engine verifies.
+MAX_NODES = 62
+# Held-out prompts that are taken unless a number is named, fewer where there are not so many.
+USUAL_PROMPTS = 128
+_PLOTS = (".png", ".pdf", ".svg")
 _BOUND_ARMS = ("speculation", "heads", "heads-target-match", "memory", "lookup")
 DEFAULT_ARMS = (PLAIN, "lookup", "heads-target-match", "heads", "speculation")
+
+
+def needs_heads(arm: str) -> bool:
+    """Whether it is named for heads: without any it would measure something else under that name."""
+    return "heads" in (ARMS[arm].parts or ())
 
 
 def reads_table(arm: str) -> bool:
@@ -58,12 +69,12 @@ def reads_table(arm: str) -> bool:
 class BenchOptions:
     """arms: of `ARMS`, None for the usual ones. concurrency: requests in flight. nodes: beside the root, for the arms
     that draft; None lets the engine choose. widths: nodes beside the root at which the bound's curve is measured, ()
-    for no bound. rounds: windows of each arm, taken in turn; seconds: of a window, after warmup seconds. group_size:
-    completions of one prompt that may learn from each other. learner: something trains beside the engine. hf:
-    `transformers` generates too, for scale. ablate: tokens per step of the arms on the same prompts, at `nodes` or
-    `ABLATED_NODES`, and nothing that is a time; the first of the arms that are named is what the others are compared
-    with. policy: what is served instead of the model of the configuration, put in place as a policy update is, so that
-    the heads are stale."""
+    for no bound. prompts: held-out ones, None for the usual number. rounds: windows of each arm, taken in turn;
+    seconds: of a window, after warmup seconds. group_size: completions of one prompt that may learn from each other.
+    learner: something trains beside the engine. hf: `transformers` generates too, for scale. ablate: tokens per step of
+    the arms on the same prompts, at `nodes` or `ABLATED_NODES`, and nothing that is a time; the first of the arms that
+    are named is what the others are compared with. policy: what is served instead of the model of the configuration,
+    put in place as a policy update is, so that the heads are stale."""
 
     concurrency: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     temperatures: tuple[float, ...] = (0.6, 1.0)
@@ -73,7 +84,7 @@ class BenchOptions:
     rounds: int = 5
     seconds: float = 5.0
     warmup: float = 1.5
-    prompts: int = 128
+    prompts: int | None = None
     group_size: int = 1
     learner: bool = False
     hf: bool = False
@@ -95,14 +106,22 @@ class BenchOptions:
             raise ValueError(f"--arms must contain {PLAIN}: all others are compared with it.")
         if not self.concurrency or min(self.concurrency) < 1:
             raise ValueError("--concurrency must name numbers of at least 1.")
-        if not self.temperatures or min(self.temperatures) < 0:
+        if not self.temperatures or not all(math.isfinite(t) and t >= 0 for t in self.temperatures):
             raise ValueError("--temperature must name numbers of at least 0.")
-        if self.rounds < 1 or self.seconds <= 0 or self.warmup < 0 or self.prompts < 1 or self.group_size < 1:
-            raise ValueError("--rounds, --seconds, --prompts and --group-size must be positive.")
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise ValueError(f"--seconds {self.seconds:g} must be a positive number.")
+        if self.rounds < 1 or self.warmup < 0 or self.group_size < 1 or (self.prompts is not None and self.prompts < 1):
+            raise ValueError("--rounds, --prompts and --group-size must be positive.")
+        if self.threads < 0:
+            raise ValueError(f"--threads {self.threads} must be 0 or more.")
+        if self.plot is not None and self.plot.suffix.lower() not in _PLOTS:
+            raise ValueError(f"--plot {self.plot} must end in {', '.join(_PLOTS[:-1])} or {_PLOTS[-1]}.")
         if self.ablate and (self.learner or self.hf or self.plot is not None):
             raise ValueError("--ablate measures no time: leave --learner, --hf and --plot out.")
-        if self.nodes is not None and self.nodes < 1:
-            raise ValueError("--nodes must be at least 1.")
+        if self.nodes is not None and not 1 <= self.nodes <= MAX_NODES:
+            raise ValueError(f"--nodes {self.nodes} must lie between 1 and {MAX_NODES}.")
+        if not all(1 <= width <= MAX_NODES for width in self.widths):
+            raise ValueError(f"--widths must name numbers between 1 and {MAX_NODES}.")
 
     @property
     def chosen(self) -> tuple[str, ...]:

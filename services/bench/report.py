@@ -65,6 +65,7 @@ def write_json(result: BenchResult, path: Path) -> None:
         "arms": [asdict(arm) for arm in result.arms],
         "bounds": [asdict(bound) | {"value": bound.value} for bound in result.bounds],
         "hf_tokens_per_second": result.hf,
+        "complete": result.complete,
     }
     path.write_text(json.dumps(record, indent=1) + "\n")
 

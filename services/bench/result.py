@@ -110,12 +110,13 @@ def bounds_of(curves: Sequence[Curve]) -> list[Bound]:
 
 @dataclass(slots=True)
 class BenchResult:
-    """environment: what the figures depend on, for whoever reads them."""
+    """environment: what the figures depend on, for whoever reads them. complete: whether every cell was measured."""
 
     environment: dict[str, str | int | float | bool | None]
     arms: list[ArmResult] = field(default_factory=list)
     bounds: list[Bound] = field(default_factory=list)
     hf: dict[int, float] = field(default_factory=dict)
+    complete: bool = False
 
     def bound(self, concurrency: int, temperature: float) -> Bound | None:
         return next((b for b in self.bounds if (b.concurrency, b.temperature) == (concurrency, temperature)), None)

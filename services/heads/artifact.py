@@ -129,14 +129,7 @@ def load_artifact(
     the heads were trained with. Raises HeadsError or ArtifactError with one sentence; both are ValueErrors.
     """
     artifact = open_artifact(artifact_directory(path))
-    fields = artifact.fields
-    if (written_as := fields.get("heads_format")) != FORMAT:
-        newer = isinstance(written_as, int) and written_as > FORMAT
-        why = f"was written by a later release, as format {written_as}" if newer else "is not a manifest of heads"
-        raise HeadsError(f"{artifact.path / MANIFEST} {why}; this release reads format {FORMAT}.")
-    if HEADS_FILE not in artifact.files:
-        raise HeadsError(f"{artifact.path / MANIFEST} lists no {HEADS_FILE}.")
-    manifest = _manifest(artifact)
+    fields, manifest = artifact.fields, read_manifest(artifact)
     if model is not None:
         _check_fit(artifact, manifest.model, model, lm_head_may_differ)
     artifact.verify()
@@ -157,8 +150,16 @@ def artifact_directory(path: Path) -> Path:
     return latest.resolve() if not (path / MANIFEST).exists() and latest.exists() else path
 
 
-def _manifest(artifact: Artifact) -> HeadsManifest:
+def read_manifest(artifact: Artifact) -> HeadsManifest:
+    """What an artifact says of the heads in it, its files not looked at. Raises HeadsError where it says it of
+    something else, or not in this release's words."""
     fields, where = artifact.fields, artifact.path / MANIFEST
+    if (written_as := fields.get("heads_format")) != FORMAT:
+        newer = isinstance(written_as, int) and written_as > FORMAT
+        why = f"was written by a later release, as format {written_as}" if newer else "is not a manifest of heads"
+        raise HeadsError(f"{where} {why}; this release reads format {FORMAT}.")
+    if HEADS_FILE not in artifact.files:
+        raise HeadsError(f"{where} lists no {HEADS_FILE}.")
     try:
         if fields["reads"] != READS:
             raise HeadsError(
@@ -169,12 +170,19 @@ def _manifest(artifact: Artifact) -> HeadsManifest:
         )
         trained_on = dict(fields["trained_on"])
         if trained_on.get("policy_versions") is not None:
-            trained_on["policy_versions"] = tuple(trained_on["policy_versions"])
+            oldest, newest = trained_on["policy_versions"]
+            trained_on["policy_versions"] = oldest, newest
+        if not isinstance(trained_on.get("temperature"), int | float | None):
+            raise TypeError("trained_on.temperature must be a number")
+        if not isinstance(fields["gate"], dict):
+            raise TypeError("gate must be an object")
         missing = {"architecture", "offsets", "rank"} - fields.keys()
         if missing:
             raise KeyError(min(missing))
         return HeadsManifest(model, TrainedOn(**trained_on), fields["parent"], fields["gate"])
-    except (KeyError, TypeError) as error:
+    except HeadsError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
         raise HeadsError(f"{where} lacks what a manifest of heads must hold: {error}.") from error
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from services.common.artifacts import MANIFEST
 from services.config import Config
 from services.config_loader import load_config
 from services.heads.artifact import HeadsManifest, TrainedOn, check_target, load_artifact, write_heads
@@ -42,19 +43,20 @@ from specroll_core.heads import FutureTokenHeads
 _EVAL_TOKENS = 3000
 # Held-out tokens that the loss is reported on, over the whole vocabulary.
 _KL_TOKENS = 2000
+_HEADS, _RANK = 3, 256
 
 console = Console(highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """tokens: to collect. texts: a file with a column `text` instead of rollouts. heads, rank: the heads' shape.
-    epochs: passes over the rows. threads: 0 for all cores."""
+    """tokens: to collect. texts: a file with a column `text` instead of rollouts. heads, rank: the heads' shape,
+    None for the usual one. epochs: passes over the rows. threads: 0 for all cores."""
 
     tokens: int = 60_000
     texts: Path | None = None
-    heads: int = 3
-    rank: int = 256
+    heads: int | None = None
+    rank: int | None = None
     epochs: int = 8
     threads: int = 0
 
@@ -68,12 +70,15 @@ def train_command(config_path: Path, overrides: Sequence[str], out: Path, option
     config = load_config(config_path, overrides)
     if str(out) == AUTO:
         _check_options(options)
+        _check_auto(options)
         out = cached_heads(config)
-        options = replace(options, heads=config.heads.heads, rank=config.heads.rank)
         if trained_already(out, config):
             console.print(f"{out} is there already")
             return 0
         console.print("training heads for the model's own texts, once")
+        shape = config.heads.heads, config.heads.rank
+    else:
+        shape = options.heads or _HEADS, options.rank or _RANK
     check_target(out)
     _check_options(options)
     target = _load(config, options.threads)
@@ -95,8 +100,8 @@ def train_command(config_path: Path, overrides: Sequence[str], out: Path, option
             first_rows(held, _KL_TOKENS),
             target.lm_head,
             target.embedding,
-            heads=options.heads,
-            rank=options.rank,
+            heads=shape[0],
+            rank=shape[1],
             config=settings,
             progress=lambda done, steps, _loss: step(done, steps),
         )
@@ -143,21 +148,36 @@ def show_command(heads_dir: Path) -> int:
     if is_registry(heads_dir):
         return show_registry(heads_dir)
     loaded = load_artifact(heads_dir)
+    try:
+        measured = from_json(loaded.manifest.gate.get("acceptance") or [])
+    except ValueError as error:
+        raise ValueError(f"gate.acceptance in {loaded.artifact.path / MANIFEST} cannot be shown: {error}.") from error
     console.print(description(loaded))
-    gate = loaded.manifest.gate
-    if gate.get("acceptance"):
-        console.print(acceptance_table(from_json(gate["acceptance"])))
+    if measured:
+        console.print(acceptance_table(measured))
     return 0
 
 
 def _check_options(options: TrainOptions) -> None:
     for name in ("tokens", "rank", "epochs"):
-        if getattr(options, name) < 1:
+        if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name} {getattr(options, name)} must be at least 1.")
-    if not 1 <= options.heads <= 8:
+    if options.heads is not None and not 1 <= options.heads <= 8:
         raise ValueError(f"--heads {options.heads} must lie between 1 and 8.")
     if options.texts is not None and not options.texts.is_file():
         raise ValueError(f"--texts {options.texts} is not an existing file.")
+
+
+def _check_auto(options: TrainOptions) -> None:
+    """What lies in the cache is what its name says: of the configuration's shape, and of the model's own texts."""
+    if options.texts is not None:
+        raise ValueError("--out auto is for heads of the model's own rollouts: leave --texts out, or name a directory.")
+    for name in ("heads", "rank"):
+        if (value := getattr(options, name)) is not None:
+            raise ValueError(
+                f"--out auto takes the shape from the configuration: write --set heads.{name}={value} in place of "
+                f"--{name} {value}."
+            )
 
 
 def _load(config: Config, threads: int) -> TargetModel:

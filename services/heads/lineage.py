@@ -28,15 +28,23 @@ def is_registry(directory: Path) -> bool:
 
 
 def show_registry(directory: Path) -> int:
-    """Prints the versions under a run's `heads` directory; while the run goes on, who serves them too."""
+    """Prints the versions under a run's `heads` directory; while the run goes on, who serves them too.
+
+    Returns 2, with a sentence for each, where versions are broken: the others are shown all the same.
+    """
     registry = HeadsRegistry(directory)
-    current = registry.current()
+    current = registry.peek()
     serving = serving_workers(directory.absolute().parent)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(lineage_table(registry.lineage(), current.version if current else 0, serving))
+    lineage = registry.lineage()
+    console.print(lineage_table(lineage, current.version if current else 0, serving))
     if serving is None:
         console.print("the run does not go on now, so nobody serves them")
-    return 0
+    broken = [line["broken"] for line in lineage if "broken" in line]
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    for reason in broken:
+        errors.print(f"specroll: {reason}", markup=False)
+    return 2 if broken else 0
 
 
 def lineage_table(lineage: list[dict[str, Any]], current: int, serving: dict[int, list[str]] | None) -> Table:
@@ -45,13 +53,13 @@ def lineage_table(lineage: list[dict[str, Any]], current: int, serving: dict[int
     for line in lineage:
         version = line["version"]
         if "broken" in line:
-            table.add_row(str(version), "", "", "", "", "", line["broken"], "")
+            table.add_row(str(version), "", "", "", "", "", "broken", "")
             continue
         trained, gate = line["trained_on"], line["gate"]
         policies = trained.get("policy_versions")
         state = f"blocked: {line['blocked']}" if line["blocked"] else "current" if version == current else ""
         workers = ", ".join((serving or {}).get(version, []))
-        known = {"new", "old", "low", "high"} <= gate.keys()
+        known = all(isinstance(gate.get(name), int | float) for name in ("new", "old", "low", "high"))
         table.add_row(
             str(version),
             "-" if line["parent"] is None else str(line["parent"]),

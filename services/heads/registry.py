@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from services.common.artifacts import Artifact, ArtifactError, ArtifactStore
 from services.common.lifecycle import write_json
-from services.heads.artifact import HeadsManifest, load_artifact, publish_heads
+from services.heads.artifact import HeadsManifest, load_artifact, publish_heads, read_manifest
 from specroll_core.heads import FutureTokenHeads
 
 log = logging.getLogger(__name__)
@@ -49,18 +49,18 @@ class HeadsRegistry:
         Where `latest` names a broken or blocked version or nothing at all, as after the death of a writer between two
         of its steps, it is moved to the newest sound one.
         """
-        while True:
-            try:
-                artifact = self.store.latest()
-                if artifact is not None and artifact.version not in self._notes.blocked:
-                    artifact.verify()
-                    return artifact
-            except ArtifactError as error:
-                log.error("the heads that `latest` names cannot be used: %s", error)
-            usable = self._usable(below=None)
-            if not usable:
-                return None
+        artifact = self._named()
+        if artifact is None and (usable := self._usable(below=None)):
             self.store.point_latest(usable[-1])
+            artifact = self.store.open(usable[-1])
+        return artifact
+
+    def peek(self) -> Artifact | None:
+        """What `current` would give, with nothing moved: for whoever only looks."""
+        artifact = self._named()
+        if artifact is None and (usable := self._usable(below=None)):
+            artifact = self.store.open(usable[-1])
+        return artifact
 
     def publish(self, heads: FutureTokenHeads, manifest: HeadsManifest) -> Artifact:
         """Makes the next version the one to serve. Raises HeadsError where the heads cannot be served."""
@@ -88,18 +88,29 @@ class HeadsRegistry:
         out = []
         for version in self.store.versions():
             try:
-                fields = self.store.open(version).fields
-            except ArtifactError as error:
+                manifest = read_manifest(self.store.open(version))
+            except ValueError as error:
                 out.append({"version": version, "broken": str(error)})
                 continue
             out.append({
                 "version": version,
-                "parent": fields.get("parent"),
-                "trained_on": fields.get("trained_on", {}),
-                "gate": fields.get("gate", {}),
+                "parent": manifest.parent,
+                "trained_on": asdict(manifest.trained_on),
+                "gate": dict(manifest.gate),
                 "blocked": self._notes.blocked.get(version),
             })  # fmt: skip
         return out
+
+    def _named(self) -> Artifact | None:
+        """The version that `latest` names, None where there is none or it is not to be served."""
+        try:
+            artifact = self.store.latest()
+            if artifact is not None and artifact.version not in self._notes.blocked:
+                artifact.verify()
+                return artifact
+        except ArtifactError as error:
+            log.error("the heads that `latest` names cannot be used: %s", error)
+        return None
 
     def _usable(self, below: int | None) -> list[int]:
         found = []
@@ -120,7 +131,13 @@ class HeadsRegistry:
             return _Notes()
         except (OSError, ValueError) as error:
             raise ValueError(f"{self._path} cannot be read: {error}") from error
-        return _Notes(value["highest"], {int(v): reason for v, reason in value["blocked"].items()})
+        try:
+            notes = _Notes(value["highest"], {int(v): reason for v, reason in value["blocked"].items()})
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{self._path} does not say which versions of heads there are: {error!r}.") from error
+        if type(notes.highest) is not int or not all(isinstance(reason, str) for reason in notes.blocked.values()):
+            raise ValueError(f"{self._path} must hold a highest version and a reason for each that is blocked.")
+        return notes
 
     def _write(self) -> None:
         write_json(

@@ -99,8 +99,17 @@ def as_json(measured: Sequence[Acceptance]) -> list[dict[str, Any]]:
     return [asdict(a) for a in measured]
 
 
-def from_json(values: Sequence[Mapping[str, Any]]) -> list[Acceptance]:
-    return [Acceptance(**value) for value in values]
+def from_json(values: Any) -> list[Acceptance]:
+    """What `as_json` made. Raises ValueError where it is something else."""
+    try:
+        found = [Acceptance(**value) for value in values]
+    except TypeError as error:
+        raise ValueError(f"no list of measurements: {error}") from error
+    for one in found:
+        for name, value in asdict(one).items():
+            if not isinstance(value, str if name == "rule" else int | float):
+                raise ValueError(f"{name} = {value!r} was not measured")
+    return found
 
 
 def description(loaded: HeadsArtifact) -> Table:

@@ -31,7 +31,9 @@ from services.output_file import check_output
 from services.progress import progress_bar
 from services.rollout.completion import Completion, EngineError
 from services.rollout.engine import RolloutEngine
+from services.rollout.heads_control import check_start_heads
 from services.rollout.heads_file import load_heads
+from services.rollout.policy_check import PolicyShape
 from specroll_core.contracts import SamplingParams
 from specroll_core.heads import FutureTokenHeads
 
@@ -68,7 +70,8 @@ def prove(model: str, heads_path: Path, options: LosslessOptions, data: DataConf
     threads = options.threads or len(cores())
     torch.set_num_threads(threads)
     directory = fetch_model(model)
-    heads = load_heads(heads_path).requires_grad_(False)
+    heads = load_heads(heads_path, "--heads").requires_grad_(False)
+    check_start_heads(heads_path, PolicyShape(directory), directory, 0, "--heads")
     # Before the engine, which takes what memory it finds free.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = TargetModel(directory, getattr(torch, options.dtype), device)

@@ -103,6 +103,8 @@ class LosslessOptions:
             raise ValueError(f"--dtype {self.dtype} must be float32 or bfloat16.")
         if self.correction_form not in get_args(CorrectionForm):
             raise ValueError(f"--correction-form {self.correction_form} must be whitened, bias, credit or soft.")
+        if not 0 <= self.planted_bias <= 1:
+            raise ValueError(f"--planted-bias {self.planted_bias:g} must lie between 0 and 1.")
 
     def ways(self) -> dict[str, SpeculationOverride]:
         """Ways of decoding that one engine offers, by name."""

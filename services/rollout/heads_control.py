@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from services.common.artifacts import ArtifactError
+from services.common.artifacts import MANIFEST, ArtifactError
 from services.heads.artifact import load_artifact
 from services.heads.fingerprint import ModelFingerprint
 from services.rollout.completion import EngineError
-from services.rollout.heads_file import HEADS_FILE, load_heads
+from services.rollout.heads_file import HEADS_FILE, HEADS_SETTING, load_heads
 from services.rollout.policy_check import PolicyShape
 from services.rollout.sglang_plugin import heads_names
 
@@ -163,17 +163,19 @@ class HeadsControl:
             raise HeadsRefused("engine", message)
 
 
-def check_start_heads(path: Path, model: PolicyShape, model_dir: Path, policy_version: int) -> None:
-    """Raises ValueError where heads that an engine is to start with do not fit its model."""
-    if path.is_dir():  # with a manifest: more can be compared than shapes
-        load_artifact(path, ModelFingerprint.of(model_dir), lm_head_may_differ=policy_version > 0)
-    spec = load_heads(path).spec
+def check_start_heads(
+    path: Path, model: PolicyShape, model_dir: Path, policy_version: int, setting: str = HEADS_SETTING
+) -> None:
+    """Raises ValueError where heads that an engine is to start with do not fit its model. setting: as `load_heads`."""
+    if path.is_dir() or path.with_name(MANIFEST).is_file():  # with a manifest: more can be compared than shapes
+        directory = path if path.is_dir() else path.parent
+        artifact = load_artifact(directory, ModelFingerprint.of(model_dir), lm_head_may_differ=policy_version > 0)
+        if not path.is_dir() and path.name not in artifact.artifact.files:
+            raise ValueError(f"{path} is not a file that the {MANIFEST} beside it lists.")
+    spec = load_heads(path, setting).spec
     ours, theirs = (spec.hidden, spec.vocab), (model.config["hidden_size"], model.vocab_size)
     if ours != theirs:
-        raise ValueError(
-            f"rollout.engine.speculation.heads = {path} fits a hidden size and vocabulary of {ours}, but the model has "
-            f"{theirs}."
-        )
+        raise ValueError(f"{setting} {path} fits a hidden size and vocabulary of {ours}, but the model has {theirs}.")
 
 
 def _exchange(socket: Any, method: str, parameters: dict[str, Any]) -> tuple[bool, str]:

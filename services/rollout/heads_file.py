@@ -21,6 +21,8 @@ from specroll_core.heads import FutureTokenHeads, HeadsSpec, check_vocabulary
 
 # The file's name inside an artifact's directory.
 HEADS_FILE = "heads.safetensors"
+# How a sentence names what a user has set.
+HEADS_SETTING = "rollout.engine.speculation.heads ="
 _METADATA_KEY = "specroll_heads"
 _VOCABULARY = "vocabulary"
 _ARCHITECTURE = HeadsSpec(heads=1, hidden=1, rank=1, vocab=1).architecture
@@ -34,13 +36,16 @@ def save_heads(heads: FutureTokenHeads, path: Path) -> None:
     save_file(state, path, metadata={_METADATA_KEY: json.dumps(asdict(heads.spec))})
 
 
-def load_heads(path: Path) -> FutureTokenHeads:
+def load_heads(path: Path, setting: str = HEADS_SETTING) -> FutureTokenHeads:
     """What the setting `rollout.engine.speculation.heads` names: a file of heads, or a directory that holds one, which
-    `services.heads.artifact` makes. The float32 masters on the CPU. Raises ValueError naming the setting."""
+    `services.heads.artifact` makes. The float32 masters on the CPU. setting: what a user named them with. Raises
+    ValueError with it."""
     try:
         return read_heads(_file(path))
+    except OSError as error:
+        raise ValueError(f"{setting} {path} cannot be used: {error.strerror}.") from error
     except ValueError as error:
-        raise ValueError(f"rollout.engine.speculation.heads = {path} cannot be used: {error}") from error
+        raise ValueError(f"{setting} {path} cannot be used: {error}") from error
 
 
 def read_heads(path: Path) -> FutureTokenHeads:
@@ -48,7 +53,9 @@ def read_heads(path: Path) -> FutureTokenHeads:
     file is absent, damaged or not one of heads."""
     try:
         return _decode(path.read_bytes())
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a file of heads: {error}") from error
 
 

@@ -2,60 +2,159 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from services.config_loader import load_config
-from services.watcher.gate import decide
+from services.watcher.gate import GateReport, decide
 from services.watcher.recall import take_in
-from services.watcher.records import read_log
 from services.watcher.service import drift_config
 from services.watcher.watch import Watch
+from specroll_core.drift import DriftConfig
+
+# What records lead to and something is done about.
+_DECISIONS = ("degraded", "worse")
+_fields_of_record = itemgetter("at", "heads", "stratum", "cluster")
+# What a line that holds something else may raise on its way through the watch and the gate.
+_WRONG_LINE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 
 
 def replay(file: Path, config_path: Path | None, overrides: Sequence[str]) -> int:
     """Prints every decision: those that records lead to under the configuration's thresholds, and for every gate
-    what follows from the numbers of its prompts, beside what was decided then. Returns 1 where they differ.
+    what follows from the numbers of its prompts. Returns 1 where they are not those that were recorded.
 
-    Raises ValueError where the file holds something else.
+    Raises ValueError naming the line where the file holds something else.
     """
-    config = load_config(config_path, overrides)
-    console = Console(highlight=False, soft_wrap=True)
-    watch: Watch | None = None
-    differing = 0
-    counts = {"record": 0, "check": 0, "degraded": 0, "worse": 0, "gate": 0}
-    for line in read_log(file):
+    again = _Replay(drift_config(load_config(config_path, overrides)))
+    number = 0
+    for number, raw in _raw_lines(file):
+        try:
+            again.take(number, _parsed(raw))
+        except _WRONG_LINE as error:
+            raise ValueError(f"{file}, line {number} is no line of recorded feedback: {_reason(error)}.") from error
+    if not number:
+        raise ValueError(f"{file} is empty: no feedback was recorded in it.")
+    again.finish()
+    if again.differing and config_path is None:
+        again.say("the thresholds are those of no configuration; name the run's with --config")
+    if again.differing and (before := file.with_name(file.name + ".1")).exists():
+        again.say(f"the log was begun anew when it had grown large, and what came before is in {before}")
+    return 1 if again.differing else 0
+
+
+class _Replay:
+    """Follows a log line by line. differing: decisions that are not those that were recorded."""
+
+    def __init__(self, config: DriftConfig) -> None:
+        self.differing = 0
+        self._config = config
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._watch: Watch | None = None
+        self._counts = {"record": 0, "check": 0, "degraded": 0, "worse": 0, "gate": 0}
+        # What the last record has led to and the log has not said yet: decisions follow their record at once.
+        self._due: list[tuple[str, int]] = []
+        self._record_line = 0
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def take(self, number: int, line: dict[str, Any]) -> None:
+        """number: of the line, for messages."""
         kind = line.pop("kind")
-        watch = watch or Watch(drift_config(config), int(line["heads"]) if kind == "record" else 0)
-        counts["record"] += kind == "record"
+        if kind == "record":
+            _fields_of_record(line)  # names one that is missing
+            self._expect_none_due()
+            self._record_line = number
+            self._counts["record"] += 1
+        watch = self._watch = self._watch or Watch(self._config, int(line["heads"]) if kind == "record" else 0)
         for name, facts in take_in(watch, kind, line).happened:
-            counts[name] = counts.get(name, 0) + 1
+            self._counts[name] = self._counts.get(name, 0) + 1
             if name != "check":
-                console.print(f"{name}: version {watch.version}, {_numbers(facts)}", markup=False)
-        if kind == "published":
-            console.print(f"published: version {line['version']}", markup=False)
+                self.say(f"{name}: version {watch.version}, {_numbers(facts)}")
+            if name in _DECISIONS:
+                self._due.append((name, watch.version))
+        if kind in _DECISIONS:
+            self._compare(number, kind, int(line["version"]))
+        elif kind == "published":
+            self.say(f"published: version {line['version']}")
         elif kind == "rolled_back":
-            console.print(f"rolled back to version {line['to']}: {line['reason']}", markup=False)
+            self.say(f"rolled back to version {line['to']}: {line['reason']}")
         elif kind == "repaired":
-            console.print(f"repaired: version {line['version']} on {line['workers']} workers", markup=False)
+            self.say(f"repaired: version {line['version']} on {line['workers']} workers")
         elif kind == "gate":
-            counts["gate"] += 1
-            again = decide(line["prompts"], nodes=line["nodes"], temperature=line["temperature"])
-            differs = again.passed != line["passed"]
-            differing += differs
-            console.print(
-                f"gate: {again.new:.3f} against {again.old:.3f} tokens per step on {len(again.prompts)} prompts, "
-                f"{again.low:+.3f} to {again.high:+.3f}: {'passed' if again.passed else 'refused'}"
-                f"{', which is not what was decided then' if differs else ''}",
-                markup=False,
-            )
-    console.print(
-        f"{counts['record']} records, {counts['check']} checks, {counts['degraded']} triggers, "
-        f"{counts['worse']} new versions found worse, {counts['gate']} gates"
-    )
-    return 1 if differing else 0
+            self._gate(number, line)
+
+    def finish(self) -> None:
+        self._expect_none_due()
+        counts = self._counts
+        self.say(
+            f"{counts['record']} records, {counts['check']} checks, {counts['degraded']} triggers, "
+            f"{counts['worse']} new versions found worse, {counts['gate']} gates"
+        )
+
+    def _compare(self, number: int, kind: str, version: int) -> None:
+        if (kind, version) in self._due:
+            self._due.remove((kind, version))
+        else:
+            self._differ(f"line {number}: {kind} of version {version} was decided then, and is not decided now")
+
+    def _expect_none_due(self) -> None:
+        for kind, version in self._due:
+            self._differ(f"line {self._record_line}: {kind} of version {version} is decided now, and was not then")
+        self._due.clear()
+
+    def _gate(self, number: int, line: dict[str, Any]) -> None:
+        self._counts["gate"] += 1
+        passed = line["passed"]
+        if not isinstance(passed, bool):
+            raise ValueError("passed must be true or false")
+        again = _decided_again(line)
+        self.say(
+            f"gate: {again.new:.3f} against {again.old:.3f} tokens per step on {len(again.prompts)} prompts, "
+            f"{again.low:+.3f} to {again.high:+.3f}: {'passed' if again.passed else 'refused'}"
+        )
+        if again.passed != passed:
+            then, now = ("passed", "refused") if passed else ("refused", "passed")
+            self._differ(f"line {number}: the gate was {then} then, and is {now} now")
+
+    def _differ(self, text: str) -> None:
+        self.differing += 1
+        self.say(text)
+
+
+def _decided_again(line: dict[str, Any]) -> GateReport:
+    again = decide(line["prompts"], nodes=line["nodes"], temperature=line["temperature"])
+    if not again.prompts:
+        raise ValueError("a gate needs prompts, and there are none")
+    if not all(map(math.isfinite, (again.new, again.old, again.low, again.high))):
+        raise ValueError("prompts must hold tokens and steps above 0")
+    return again
+
+
+def _raw_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Bytes, so that a line that is no text has a number too."""
+    try:
+        with file.open("rb") as lines:
+            yield from enumerate(lines, 1)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}.") from error
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    line = json.loads(raw.decode())
+    if not isinstance(line, dict) or not isinstance(line["kind"], str):
+        raise ValueError("it must be an object whose kind is a text")
+    return line
+
+
+def _reason(error: Exception) -> str:
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
 
 
 def _numbers(facts: dict) -> str:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import shutil
 from dataclasses import replace
 from itertools import product
@@ -8,11 +10,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from services.bench.commands import bench_command
+from services.bench.commands import bench_command, run_cells
+from services.bench.heads import with_heads
+from services.bench.measure import Bench
 from services.bench.options import ABLATED, BASELINE, BenchOptions
-from services.bench.result import Bound, Curve, accepted_at, accepted_from, bounds_of, gain_of, ratio_of, ratio_of_sums
-from services.rollout.completion import Round
+from services.bench.result import (
+    ArmResult,
+    BenchResult,
+    Bound,
+    Curve,
+    Interval,
+    accepted_at,
+    accepted_from,
+    bounds_of,
+    gain_of,
+    ratio_of,
+    ratio_of_sums,
+)
+from services.cli import app
+from services.config_loader import load_config
+from services.rollout.completion import EngineError, Round
+from services.speculation_config import SpeculationConfig
+from specroll_core.contracts import SamplingParams
 from tests.e2e.cluster import write_tiny_run
 from tests.services.rollout.test_engine import load
 from tests.tiny_heads import make_tiny_heads
@@ -77,13 +98,121 @@ def test_acceptance_is_pooled_over_concurrencies_of_one_temperature_and_time_is_
         ({"concurrency": (0,)}, "--concurrency"),
         ({"temperatures": (-1.0,)}, "--temperature"),
         ({"rounds": 0}, "--rounds"),
-        ({"nodes": 0}, "--nodes"),
+        ({"nodes": 0}, "--nodes 0 must lie between 1 and 62"),
+        ({"nodes": 63}, "--nodes 63 must lie between 1 and 62"),
+        ({"widths": (3, 63)}, "--widths"),
+        ({"widths": (0,)}, "--widths"),
+        ({"threads": -1}, "--threads -1"),
+        ({"temperatures": (0.6, math.nan)}, "--temperature"),
+        ({"temperatures": (math.inf,)}, "--temperature"),
+        ({"seconds": math.nan}, "--seconds nan"),
+        ({"seconds": 0.0}, "--seconds 0"),
+        ({"prompts": 0}, "--prompts"),
+        ({"plot": Path("ratios.bmp")}, "--plot ratios.bmp must end in .png, .pdf or .svg"),
+        ({"plot": Path("ratios")}, "--plot ratios must end in"),
         ({"ablate": True, "learner": True}, "--ablate"),
     ],
 )
 def test_impossible_options_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BenchOptions(**options)
+
+
+def test_the_largest_tree_of_the_options_is_one_that_an_engine_verifies() -> None:
+    tree = BenchOptions(nodes=62, widths=(62,)).largest_tree
+    assert SpeculationConfig(max_nodes=tree).max_nodes == 63
+
+
+def refuse(command: list[str], reason: str, directory: Path) -> None:
+    before = sorted(directory.rglob("*"))
+    done = CliRunner().invoke(app, ["bench", *command])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert reason in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert sorted(directory.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--prompts", "9"], "--prompts 9 is more than the 8 that data.holdout keeps"),
+        (["--set", "data.holdout=0"], "data.holdout is 0"),
+        (["--temperature", "nan"], "--temperature"),
+        (["--seconds", "nan"], "--seconds nan"),
+        (["--nodes", "-1"], "--nodes -1"),
+        (["--arms", "plain,heads,heads-memory"], "no heads for heads, heads-memory"),
+        ([], "no heads for heads-target-match, heads:"),
+        (["--ablate"], "no heads for heads-target-match"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(tmp_path: Path, arguments: list[str], reason: str) -> None:
+    refuse([str(write_tiny_run(tmp_path)), *arguments], reason, tmp_path)
+
+
+def test_an_arm_without_heads_needs_none(tmp_path: Path) -> None:
+    path = write_tiny_run(tmp_path)
+    config = load_config(path)
+    options = BenchOptions(arms=("plain", "lookup", "memory", "speculation"))
+    assert with_heads(config, path, [], options).rollout.engine.speculation.heads is None
+
+
+@pytest.mark.parametrize("setting", ["heads.init", "rollout.engine.speculation.heads"])
+def test_heads_are_those_that_a_run_would_begin_with(tmp_path: Path, setting: str) -> None:
+    path = write_tiny_run(tmp_path)
+    overrides = [f"{setting}={tmp_path / 'some.safetensors'}"]
+    found = with_heads(load_config(path, overrides), path, overrides, BenchOptions())
+    assert found.rollout.engine.speculation.heads == tmp_path / "some.safetensors"
+
+
+def test_heads_that_a_run_would_train_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tiny_run(tmp_path, heads={"init": "auto"})
+    config = load_config(path)
+    asked = []
+    monkeypatch.setattr("services.bench.heads.ensure_heads", lambda *given: asked.append(given) or tmp_path / "made")
+    found = with_heads(config, path, [], BenchOptions())
+    assert found.rollout.engine.speculation.heads == tmp_path / "made"
+    assert asked == [(config, path, [])]
+    # Nothing is trained for those that have no use for it.
+    assert with_heads(config, path, [], BenchOptions(arms=("plain", "memory"))) is config
+    assert len(asked) == 1
+
+
+class Cells:
+    """A bench that never samples: two cells end, the third does not."""
+
+    cell_seconds = 0.2
+
+    async def cell(self, concurrency: int, temperature: float):
+        if concurrency == 3:
+            await asyncio.sleep(60)
+        one = Interval(1.0, 1.0, 1.0)
+        arm = ArmResult("plain", concurrency, temperature, (5.0,), one, one, one, (), {}, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0)
+        return [arm], Curve(concurrency, temperature, {0: (10, 10, 0.1), 1: (15, 10, 0.1)})
+
+
+def test_what_was_measured_before_a_cell_that_does_not_end_is_kept(tmp_path: Path) -> None:
+    options = BenchOptions(concurrency=(1, 2, 3), temperatures=(0.6,), json=tmp_path / "bench.json")
+    result = BenchResult({})
+    with asyncio.Runner() as runner, pytest.raises(EngineError, match="3 in flight did not end"):
+        run_cells(runner, Cells(), options, result)
+    record = json.loads((tmp_path / "bench.json").read_text())
+    assert [arm["concurrency"] for arm in record["arms"]] == [1, 2]
+    assert [bound["value"] for bound in record["bounds"]] == pytest.approx([1.5, 1.5])
+    assert record["complete"] is False
+    with asyncio.Runner() as runner:
+        run_cells(runner, Cells(), replace(options, concurrency=(1, 2)), BenchResult({}))
+    assert json.loads((tmp_path / "bench.json").read_text())["complete"] is True
+
+
+def test_the_limit_of_a_cell_follows_what_was_asked_for() -> None:
+    def limit(options: BenchOptions) -> float:
+        return Bench(None, [], SamplingParams(), options, lambda *_: None).cell_seconds
+
+    short = BenchOptions(rounds=2, seconds=1.0)
+    long = BenchOptions(rounds=10, seconds=60.0)
+    assert limit(short) == 3600
+    # Five arms of a minute and seven widths of half of one, ten times, each after its warm-up.
+    assert limit(long) > 10 * (5 * 61.5 + 7 * 31.5)
 
 
 @pytest.mark.engine
@@ -108,6 +237,7 @@ def test_a_bench_measures_every_arm_on_a_real_engine(tmp_path: Path, capsys: pyt
     record = json.loads((tmp_path / "bench.json").read_text())
     plain, lookup, memory = record["arms"]
     assert [arm["arm"] for arm in record["arms"]] == ["plain", "lookup", "memory"]
+    assert record["complete"] is True
     assert all(len(arm["rates"]) == 2 and sum(arm["rates"]) > 0 for arm in record["arms"])
     assert plain["ratio"]["value"] == plain["tokens_per_step"]["value"] == 1
     assert plain["nodes"] == 0

@@ -204,10 +204,14 @@ def test_training_on_texts(config, tmp_path):
         (["--out", "{tmp}/new", "--set", "sampling.temprature=1"], "did you mean sampling.temperature"),
         (["--out", "{tmp}/new", "--set", "model.source={tmp}"], "has no config.json"),
         (["--out", "{tmp}/new", "--set", "data.source=reasoning-gym:nothing"], "names no data set"),
+        (["--out", "auto", "--heads", "3"], "write --set heads.heads=3 in place of --heads 3"),
+        (["--out", "auto", "--rank", "8"], "write --set heads.rank=8 in place of --rank 8"),
+        (["--out", "auto", "--texts", "{tmp}/config.toml"], "leave --texts out"),
         (["--out", "{tmp}/new", "--tokens", "1"], "none could be held out"),
     ],
 )
-def test_mistakes_take_one_sentence_and_leave_nothing(config, tmp_path, words, reason):
+def test_mistakes_take_one_sentence_and_leave_nothing(config, tmp_path, monkeypatch, words, reason):
+    monkeypatch.setenv("SPECROLL_CACHE", str(tmp_path / "cache"))
     done = cli("train", config, *(word.format(tmp=tmp_path) for word in words))
     assert done.exit_code == 2
     assert reason in " ".join(done.stderr.split())

@@ -6,7 +6,9 @@ import json
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from services.cli import app
 from services.common.artifacts import MANIFEST
 from services.heads.artifact import HeadsError, HeadsManifest, TrainedOn
 from services.heads.fingerprint import ModelFingerprint
@@ -126,3 +128,91 @@ def test_a_writer_that_died_between_two_steps_leaves_a_version_to_serve(tmp_path
     assert HeadsRegistry(tmp_path).current().version == 1
     (tmp_path / "latest").unlink()  # a first version whose writer died before it named it
     assert HeadsRegistry(tmp_path).current().version == 1
+
+
+def tree(directory):
+    return {p: (p.lstat().st_mtime_ns, p.readlink() if p.is_symlink() else None) for p in directory.rglob("*")}
+
+
+@pytest.mark.parametrize("latest", ["blocked", "damaged", "absent", "sound"])
+def test_looking_moves_nothing(tmp_path, capsys, latest):
+    registry = HeadsRegistry(tmp_path)
+    registry.publish(heads(), manifest())
+    registry.publish(heads(1), manifest(1))
+    if latest == "blocked":
+        registry.roll_back(2, "worse")
+        registry.store.point_latest(2)
+    elif latest == "damaged":
+        (registry.store.open(2).path / HEADS_FILE).write_bytes(b"")
+    elif latest == "absent":
+        (tmp_path / "latest").unlink()
+    before = tree(tmp_path)
+    again = HeadsRegistry(tmp_path)
+    expected = 1 if latest in ("blocked", "damaged") else 2
+    assert again.peek().version == expected
+    assert show_registry(tmp_path) == (2 if latest == "damaged" else 0)
+    assert tree(tmp_path) == before
+    assert again.current().version == expected
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        "[]",
+        "nothing",
+        '{"highest": 1}',
+        '{"highest": "1", "blocked": {}}',
+        '{"highest": 1, "blocked": []}',
+        '{"highest": 1, "blocked": {"x": "worse"}}',
+        '{"highest": 1, "blocked": {"1": 2}}',
+    ],
+)
+def test_a_registry_that_says_something_else_is_refused(tmp_path, content):
+    HeadsRegistry(tmp_path).publish(heads(), manifest())
+    (tmp_path / "registry.json").write_text(content)
+    before = tree(tmp_path)
+    refused(tmp_path, "registry.json")
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"gate": []},
+        {"trained_on": []},
+        {"trained_on": {"rows": 1, "prompts": 1, "source": "f", "policy_versions": [1]}},
+        {"trained_on": {"rows": 1, "prompts": 1, "source": "f", "temperature": "warm"}},
+    ],
+)
+def test_a_version_whose_manifest_says_something_else_is_shown_as_broken(tmp_path, fields):
+    registry = HeadsRegistry(tmp_path)
+    registry.publish(heads(), manifest())
+    registry.publish(heads(1), manifest(1))
+    broken = registry.store.open(2).path / MANIFEST
+    broken.write_text(json.dumps(json.loads(broken.read_text()) | fields))
+    done = CliRunner().invoke(app, ["heads", "show", str(tmp_path)])
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"specroll: {broken} lacks what a manifest of heads must hold")
+    assert done.stderr.count("\n") == 1
+    assert "broken" in done.stdout
+    refused(broken.parent, "must hold")
+
+
+@pytest.mark.parametrize("acceptance", [[{"x": 1}], 5, [[1]], ["x"], [{"rule": 1}]])
+def test_measurements_that_are_none_are_refused(tmp_path, acceptance):
+    made = HeadsManifest(MODEL, TrainedOn(10, 2, "test"), None, {"acceptance": acceptance})
+    refused(HeadsRegistry(tmp_path).publish(heads(), made).path, "gate.acceptance")
+
+
+def test_a_name_that_no_file_can_have_is_refused(tmp_path):
+    refused(tmp_path / ("x" * 300), "longer than a file's name can be")
+    assert list(tmp_path.iterdir()) == []
+
+
+def refused(path, reason):
+    done = CliRunner().invoke(app, ["heads", "show", str(path)])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("specroll: ")
+    assert reason in done.stderr
+    assert done.stderr.count("\n") == 1

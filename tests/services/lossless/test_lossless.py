@@ -14,6 +14,8 @@ from services.lossless.commands import lossless_command, prove
 from services.lossless.leaning import LogprobGap
 from services.lossless.options import LosslessOptions
 from services.lossless.verdict import Check, Divergence, Verdict
+from services.rollout.heads_file import save_heads
+from specroll_core.heads import FutureTokenHeads, HeadsSpec
 from tests.services.rollout.test_engine import load
 from tests.tiny_heads import make_tiny_heads
 
@@ -93,15 +95,27 @@ def test_what_makes_a_verdict_fail():
         (["--heads", "none", "--draws", "0"], "--draws 0"),
         (["--heads", "none", "--dtype", "int8"], "--dtype int8"),
         (["--heads", "none", "--correction-form", "grey"], "--correction-form grey"),
-        (["--heads", "none"], "speculation.heads = none"),
+        (["--heads", "none", "--planted-bias", "2"], "--planted-bias 2 must lie between 0 and 1."),
+        (["--heads", "none", "--planted-bias", "nan"], "--planted-bias nan"),
+        (["--heads", "none"], "--heads none cannot be used: none cannot be read: No such file or directory."),
+        (["--heads", "x" * 300], "cannot be used: File name too long."),
+        (["--heads", "none", "--json", "x" * 300], "is longer than a file's name can be."),
         (["--heads", "none", "--json", "nowhere/verdict.json"], "--json nowhere"),
         (["--heads", "none", "--config", "nowhere.toml"], "nowhere.toml"),
     ],
 )
 def test_mistakes_are_refused_in_a_sentence(arguments, reason, tiny_dir):
     result = CliRunner().invoke(app, ["lossless", str(tiny_dir), *arguments])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert reason in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_heads_of_another_model_are_refused_under_the_name_of_the_option(tiny_dir, tmp_path):
+    save_heads(FutureTokenHeads(HeadsSpec(1, 8, 4, 32)), tmp_path / "heads.safetensors")
+    result = CliRunner().invoke(app, ["lossless", str(tiny_dir), "--heads", f"{tmp_path}/heads.safetensors"])
     assert result.exit_code == 2
-    assert reason in result.output
+    assert f"--heads {tmp_path}/heads.safetensors fits a hidden size and vocabulary of (8, 32)" in result.stderr
 
 
 def test_nobody_trains_with_a_planted_bias():
