@@ -82,6 +82,7 @@ class Watch:
             events.add("alarm", version=self.version, acceptance=check.acceptance)
         if check.triggered and not self.wants_rollback and self.degraded_since is None:
             self.degraded_since = check.at
+            self.detector.restart_windows()  # what is in them came in part before the drift, and a trial begins with them
             events.add("degraded", version=self.version, fall=check.fall, z=check.z, at=check.at)
         return events
 
@@ -94,7 +95,7 @@ class Watch:
     def swapped(self, version: int) -> None:
         """Another version serves, trained by us: it is on trial against what the old one did of late."""
         old = self.version
-        self._trial = self.detector.successor(version) if old else None
+        self._trial = self.detector.successor(version, drifted=self.degraded_since is not None) if old else None
         self._trial_checks = 0
         self._begin(version)
         self._refusals = 0

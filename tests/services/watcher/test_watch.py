@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from services.watcher.recall import recall
 from services.watcher.records import FeedbackLog
 from services.watcher.watch import Watch
 from specroll_core.drift import DriftConfig
-from tests.core.test_drift import record, stream
+from tests.core import test_drift as drift_streams
+from tests.core.test_drift import RATES, record, stream
 
 CONFIG = DriftConfig(cooldown_seconds=10.0)
 
@@ -102,6 +105,34 @@ def test_a_version_as_good_as_the_old_one_passes_its_trial():
     assert feed(watch, steady(rng, 400, heads=2)) == ["kept"]
     assert not watch.on_trial
     assert not watch.wants_rollback
+
+
+@pytest.mark.parametrize("strata", [1, 4, 12])
+@pytest.mark.parametrize("checks", [6, 16])
+def test_after_a_drift_new_heads_are_compared_with_what_the_old_ones_had_come_to(monkeypatch, strata, checks):
+    """The old heads fell to 0.6 of what they accepted. New ones at 0.8 or 0.6 of it stay, those at 0.4 do not."""
+    names = [f"T=1 n={n}" for n in range(strata)]
+    monkeypatch.setattr(drift_streams, "RATES", dict.fromkeys(names, RATES["T=1"]))
+    for factor, worse in ((0.8, False), (0.6, False), (0.4, True)):
+        rng, watch, i = random.Random(strata), Watch(CONFIG, 1), 0
+
+        def seen(heads, factor, rounds, until=None, *, rng=rng, watch=watch):
+            nonlocal i
+            happened = []
+            for _ in range(rounds // 32):
+                i += 1
+                own = random.Random(i // 4).gauss(0, 0.05)
+                happened += feed(watch, [record(rng, i / 4, f"p{i // 4}", names[i // 4 % strata], own, factor, heads)])
+                if until in happened:
+                    break
+            return happened
+
+        seen(1, 1.0, strata * 6144)
+        assert seen(1, 0.6, 512 * 40, until="degraded") == ["degraded"]
+        seen(1, 0.6, 512 * checks)
+        watch.swapped(2)
+        happened = seen(2, factor, 512 * 20)
+        assert ("worse" in happened, "kept" in happened) == (worse, not worse)
 
 
 def test_acceptance_near_nothing_raises_the_alarm():
