@@ -61,7 +61,8 @@ def test_a_gate_that_could_not_decide_leaves_the_wish_for_training_as_it_was():
     rng = random.Random(1)
     assert feed(watch, stream(rng, 60, drop=0.3)) == ["degraded"]
     watch.refused(now=500.0, undecided=True)
-    assert watch.wants_training(500.0)
+    assert not watch.wants_training(509.0)  # a pause, whatever else lacks
+    assert watch.wants_training(510.0)
     assert watch.degraded_since is not None
     feed(watch, stream(rng, 60, drop=0.3, from_check=0))
     assert watch.last.fall > 0.05  # the present is not the new normal
@@ -157,7 +158,7 @@ def test_a_restart_in_the_middle_changes_no_decision(tmp_path):
     with (tmp_path / "feedback.jsonl").open("a") as file:
         file.write('{"kind": "record", "at"')  # what a kill leaves
     FeedbackLog(tmp_path / "feedback.jsonl").close()
-    restarted, forgetful = recall(tmp_path / "feedback.jsonl", CONFIG, 1), Watch(CONFIG, 1)
+    restarted, forgetful = recall(tmp_path / "feedback.jsonl", CONFIG, 1).watch, Watch(CONFIG, 1)
     assert next(i for i, r in enumerate(records[cut:], cut) if "degraded" in feed(restarted, [r])) == found
     assert restarted.degraded_since == undisturbed.degraded_since
     assert feed(forgetful, records[cut : found + 1]) == []
@@ -165,13 +166,13 @@ def test_a_restart_in_the_middle_changes_no_decision(tmp_path):
 
 def test_what_does_not_lead_to_the_serving_version_is_not_taken_up(tmp_path):
     path = tmp_path / "feedback.jsonl"
-    assert recall(path, CONFIG, 3).version == 3
+    assert recall(path, CONFIG, 3).watch.version == 3
     log = FeedbackLog(path)
     log.write("published", {"version": 1})
     for r in steady(random.Random(4), 64, heads=1):
         log.write("record", r.to_json())
     log.close()
-    assert recall(path, CONFIG, 1).records == 64
-    assert (recall(path, CONFIG, 2).version, recall(path, CONFIG, 2).records) == (2, 0)
+    assert recall(path, CONFIG, 1).watch.records == 64
+    assert (recall(path, CONFIG, 2).watch.version, recall(path, CONFIG, 2).watch.records) == (2, 0)
     path.write_text('{"kind": "record"}\n')
-    assert recall(path, CONFIG, 1).records == 0
+    assert recall(path, CONFIG, 1).watch.records == 0
