@@ -18,7 +18,7 @@ import torch
 
 from services import queue
 from services.common import grpc_setup
-from services.common.artifacts import Artifact, ArtifactError
+from services.common.artifacts import ArtifactError
 from services.common.keys import RunKeys
 from services.common.metrics import Metrics
 from services.common.row_stream import RowStream
