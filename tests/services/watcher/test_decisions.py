@@ -143,10 +143,10 @@ def test_what_training_waits_for_is_said_once(at_rest, caplog, buffer):  # noqa:
         for _ in range(3):
             watcher._tend_training()
         frames = [frame for side in (False, True) for _, frame in buffer._frames[side]]
-        watcher.buffer._limit = 0
+        watcher.buffer._holdout = 0.0
         watcher.buffer.add(frames[0])
         watcher._tend_training()
-        watcher.buffer._limit = 2**64
+        watcher.buffer._holdout = 1.0
         watcher.buffer.add(frames[1])
         for _ in range(3):
             watcher._tend_training()
