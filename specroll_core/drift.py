@@ -234,7 +234,8 @@ class DriftDetector:
         self.restart_windows()
 
     def restart_windows(self) -> None:
-        """Forgets what was seen since the reference: after a repair, say, that the same reference is to judge."""
+        """Forgets what was seen since the reference: after a repair, say, that the same reference is to judge, or after
+        a drift, for what came before it to be told from what the heads do now."""
         self.streak = 0
         self._window: dict[str, _Counts] = {}
         self._windows: deque[dict[str, _Counts]] = deque(maxlen=max(_SCALES))
@@ -242,12 +243,16 @@ class DriftDetector:
         self._recent: deque[float] = deque(maxlen=_KEPT_DISTANCES)
         self._pending = 0
 
-    def successor(self, heads: int) -> DriftDetector:
+    def successor(self, heads: int, *, drifted: bool = False) -> DriftDetector:
         """A detector that compares another version with what this one did of late, so that it tells whether the new
-        one is worse than the old one was."""
+        one is worse than the old one was.
+
+        drifted: this one has fallen, and its windows hold only what came after. Its reference would ask too much of the
+        new one, so that strata without recent rounds are left out; else it fills up strata with few of them.
+        """
         out = DriftDetector(self.config, heads)
         out._reference = _merged([*self._windows, self._window])
-        for stratum, counts in self._reference.items():
+        for stratum, counts in () if drifted else self._reference.items():
             recent = out._reference.setdefault(stratum, _Counts())
             if recent.rounds < self.config.reference_records:
                 recent.merge(counts)

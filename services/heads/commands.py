@@ -29,7 +29,7 @@ from services.heads.report import (
     description,
     from_json,
 )
-from services.heads.rollouts import chain, first_rows, hold_out, sample_rollouts, temperatures
+from services.heads.rollouts import chain, first_rows, hold_out, sample_rollouts, temperatures, to_learn_from
 from services.heads.target import TargetModel
 from services.heads.train import TrainedHeads, train
 from services.learner.prompts import load_prompts
@@ -199,7 +199,7 @@ def _rows(config: Config, target: TargetModel, options: TrainOptions) -> tuple[d
         with progress_bar("reading", options.tokens) as step:
             return {1.0: text_rows(target, texts, progress=step)}, options.texts.name
     prompts = load_prompts(config.data, target.tokenizer, config.run.seed)
-    ids = [prompts.train[i].ids for i in prompts.order(0)]
+    ids = to_learn_from([prompts.train[i].ids for i in prompts.order(0)], config.watcher.holdout)
     return _sample(config, target, ids, options.tokens, options.threads), config.data.source
 
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import torch
 
+from services.common.row_frames import prompt_name
 from services.config import Config
 from services.heads.collect import join, sample_completions
 from services.heads.parallel import WORTH_A_PROCESS, sample_in_processes
 from services.heads.target import TargetModel
 from services.machine import cores
+from services.watcher.holdout import is_held_out
 from specroll_core.head_training import HeadRows
 
 # Temperatures that heads are made and measured for beside the configuration's own: the two that are in common use.
@@ -21,6 +23,11 @@ TEMPERATURES = (1.0, 0.6)
 def temperatures(config: Config) -> tuple[float, ...]:
     """Those of the rollouts, falling."""
     return tuple(sorted({config.sampling.temperature, *TEMPERATURES}, reverse=True))
+
+
+def to_learn_from(prompts: Sequence[Sequence[int]], share: float) -> list[Sequence[int]]:
+    """Without those that a run's watcher judges heads on, `watcher.holdout` of them; all where no others are left."""
+    return [prompt for prompt in prompts if not is_held_out(prompt_name(prompt), share)] or list(prompts)
 
 
 def sample_rollouts(

@@ -33,7 +33,7 @@ _COMMIT = rollout_pb2.SwapPhase.SWAP_PHASE_COMMIT
 @dataclass(slots=True)
 class Worker:
     """version, digest, checksum: of the heads that it said it serves, -1 before it said anything. failure: of the
-    last attempt to swap, empty where it went well."""
+    last attempt to swap, empty where it went well. silence: why the last question was not answered, likewise."""
 
     worker_id: str
     address: str
@@ -42,6 +42,7 @@ class Worker:
     digest: str = ""
     checksum: str = ""
     failure: str = ""
+    silence: str = ""
     retry_at: float = 0.0
     pause: float = _FIRST_RETRY_SECONDS
     stub: rollout_pb2_grpc.RolloutServiceStub = field(init=False)
@@ -73,7 +74,7 @@ class Fleet:
             known = self._workers.get(worker_id)
             if known is None or known.address != address:
                 self._workers[worker_id] = Worker(worker_id, address, self._connect(address))
-        self._on_all(self.workers(), self._ask)
+        self._on_all(self.workers(), self._ask, self._silent)
 
     def behind(self, artifact: Artifact) -> list[Worker]:
         """Workers that are known to serve something else and are due for an attempt."""
@@ -82,20 +83,25 @@ class Fleet:
 
     def swap(self, artifact: Artifact, workers: Sequence[Worker]) -> list[Worker]:
         """Puts an artifact into service on `workers`, also where it serves already; returns those that took it."""
-        prepared = self._on_all(workers, lambda worker: self._prepare(worker, artifact))
+        prepared = self._on_all(workers, lambda worker: self._prepare(worker, artifact), self._failed)
         self.commit_seconds = 0.0
-        return self._on_all(prepared, lambda worker: self._commit(worker, artifact))
+        return self._on_all(prepared, lambda worker: self._commit(worker, artifact), self._failed)
 
-    def live_checksums(self) -> dict[str, str]:
-        """worker id -> SHA-256 of the heads as they lie in memory. Workers that do not answer are left out."""
-        found: dict[str, str] = {}
+    def disturbed(self, artifact: Artifact, checksum: str) -> list[Worker]:
+        """Workers that say they serve an artifact, while the heads in their memory have another SHA-256 than it has.
+
+        Left out are those that serve something else, which `behind` is about, those whose last attempt to swap was
+        just now, and those that do not answer.
+        """
+        now = time.monotonic()
+        asked = [w for w in self.workers() if w.digest == artifact.digest and now >= w.retry_at]
+        live: dict[str, str] = {}
 
         def ask(worker: Worker) -> None:
             request = rollout_pb2.RolloutStatusRequest(checksums=True)
-            found[worker.worker_id] = worker.stub.GetStatus(request, timeout=_CHECKSUM_SECONDS).heads_checksum
+            live[worker.worker_id] = worker.stub.GetStatus(request, timeout=_CHECKSUM_SECONDS).heads_checksum
 
-        self._on_all(self.workers(), ask)
-        return found
+        return [w for w in self._on_all(asked, ask, self._silent) if live[w.worker_id] != checksum]
 
     def abort(self) -> None:
         """Ends all calls, now and later; from any thread."""
@@ -111,6 +117,7 @@ class Fleet:
         status = worker.stub.GetStatus(rollout_pb2.RolloutStatusRequest(), timeout=_STATUS_SECONDS)
         worker.version, worker.digest = status.heads_version, status.heads_digest
         worker.checksum = status.heads_checksum
+        worker.silence = ""
 
     def _prepare(self, worker: Worker, artifact: Artifact) -> None:
         path = str(artifact.path)
@@ -138,8 +145,10 @@ class Fleet:
         chunks = (rollout_pb2.SwapHeadsRequest(chunk=chunk) for chunk in iter_chunks(artifact)) if not path else ()
         return worker.stub.SwapHeads(itertools.chain([header], chunks), timeout=_SWAP_SECONDS)
 
-    def _on_all(self, workers: Sequence[Worker], call: Callable[[Worker], None]) -> list[Worker]:
-        """Calls all at once and waits; returns those where it went well."""
+    def _on_all(
+        self, workers: Sequence[Worker], call: Callable[[Worker], None], failed: Callable[[Worker, str], None]
+    ) -> list[Worker]:
+        """Calls all at once and waits; returns those where it went well, after `failed` was told of the others."""
         futures = [(worker, self._pool.submit(call, worker)) for worker in workers]
         done = []
         for worker, future in futures:
@@ -147,11 +156,17 @@ class Fleet:
                 future.result()
                 done.append(worker)
             except grpc.RpcError as error:
-                self._failed(worker, f"{error.code().name}: {error.details()}")
+                failed(worker, f"{error.code().name}: {error.details()}")
             except ValueError:
                 if not self._closing:  # what gRPC raises for a channel that was closed
                     raise
         return done
+
+    def _silent(self, worker: Worker, reason: str) -> None:
+        """Who could not be asked may well take heads: no attempt to swap waits for that."""
+        if not self._closing and not worker.silence:
+            log.warning("worker %s does not say what it serves: %s", worker.worker_id, reason)
+        worker.silence = reason
 
     def _failed(self, worker: Worker, reason: str) -> None:
         if self._closing:

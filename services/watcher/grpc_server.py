@@ -41,7 +41,7 @@ class WatcherServicer(watcher_pb2_grpc.WatcherServiceServicer):
                     address=w.address,
                     heads_version=w.version,
                     heads_checksum=w.checksum,
-                    failure=w.failure,
+                    failure=w.failure or w.silence,
                 )
                 for w in watcher.fleet.workers()
             ],

@@ -29,7 +29,8 @@ _JOB, _ROWS, _POSITION, RESULT = "job.json", "rows.safetensors", "position.safet
 class TrainJob:
     """policy_dir: the current policy, whose LM head gives the rows' laws. heads_dir: the serving heads, "" for none.
     serving: their version. heads, rank: the shape of heads that begin from nothing. seconds: after which training
-    stops where it stands. nodes: of the gate's trees, root included; sampled_children: its rule."""
+    stops where it stands. nodes: of the gate's trees, root included; sampled_children: its rule. seen: training rows
+    that there were, of which older policies' may have been left out. degraded: since when, where that is the reason."""
 
     policy_dir: str
     heads_dir: str
@@ -41,6 +42,8 @@ class TrainJob:
     nodes: int
     sampled_children: bool
     seed: int
+    seen: int = 0
+    degraded: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

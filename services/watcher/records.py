@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +21,11 @@ _MAX_LOG_BYTES = 64 * 2**20
 def drift_records(trajectory: feedback_pb2.TrajectoryFeedback) -> Iterator[DriftRecord]:
     """One record for each version of the heads and number of nodes. Rounds that drafted nothing are left out before.
 
-    The time is when the trajectory ended. A round that accepted a nodes reached depth a + 1 and no deeper.
+    The time is when the trajectory ended. A round that accepted a nodes reached depth a + 1 and no deeper. Raises
+    ValueError where a worker sent what cannot be.
     """
+    if not math.isfinite(trajectory.finished_at):
+        raise ValueError(f"a trajectory ended at {trajectory.finished_at}")
     for cell in trajectory.rounds:
         counts = list(cell.accepted)
         depths = min(_DEPTHS, cell.drafted)
@@ -47,11 +51,16 @@ class FeedbackLog:
         self._writer.write({"kind": kind, **value})
         if self._path.stat().st_size > _MAX_LOG_BYTES:
             self._writer.close()
-            os.replace(self._path, self._path.with_name(self._path.name + ".1"))
+            os.replace(self._path, rotated(self._path))
             self._writer = JsonlWriter(self._path)
 
     def close(self) -> None:
         self._writer.close()
+
+
+def rotated(path: Path) -> Path:
+    """Where the log at `path` is kept that was full before it."""
+    return path.with_name(path.name + ".1")
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from services.common.row_frames import RowFrame
+from services.watcher.holdout import is_held_out
 
 # Policy versions after which a row counts half.
 _HALF_LIFE = 12.0
-_SCALE = 2**64
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class RowBuffer:
 
     def __init__(self, capacity: int, held_capacity: int, holdout: float) -> None:
         self._capacity = {False: capacity, True: held_capacity}
-        self._limit = int(holdout * _SCALE)
+        self._holdout = holdout
         # With the number of rows that had been received before.
         self._frames: dict[bool, deque[tuple[int, RowFrame]]] = {False: deque(), True: deque()}
         self._rows: Counter[bool] = Counter()
@@ -52,7 +52,7 @@ class RowBuffer:
         self.received = 0
 
     def add(self, frame: RowFrame) -> None:
-        held = int(frame.prompt, 16) < self._limit
+        held = is_held_out(frame.prompt, self._holdout)
         frames = self._frames[held]
         frames.append((self.received, frame))
         self._rows[held] += len(frame.tokens)

@@ -14,44 +14,42 @@ import threading
 import time
 from typing import Any
 
-import redis
 import torch
-from google.protobuf.message import DecodeError
 
 from services import queue
 from services.common import grpc_setup
-from services.common.artifacts import Artifact
+from services.common.artifacts import ArtifactError
 from services.common.keys import RunKeys
 from services.common.metrics import Metrics
-from services.common.row_frames import RowFrame
 from services.common.row_stream import RowStream
 from services.common.run_board import CurrentHeads, RunBoard
 from services.common.streams import ExclusiveLock, StreamConsumer, StreamError
 from services.config import Config
-from services.heads.artifact import HeadsManifest, TrainedOn, artifact_directory, load_artifact
+from services.heads.artifact import HeadsManifest, TrainedOn
 from services.heads.fingerprint import ModelFingerprint
 from services.heads.registry import HeadsRegistry
 from services.rollout.heads_feedback import FEEDBACK_LIMITS
-from services.rollout.heads_file import HEADS_FILE, load_heads, read_heads, weights_checksum
+from services.rollout.heads_file import HEADS_FILE, read_heads, weights_checksum
 from services.run_dir import RunDir
+from services.watcher.first_version import first_version
 from services.watcher.fleet import Fleet
 from services.watcher.grpc_server import WatcherServicer
 from services.watcher.job import JobDirectory, TrainJob
 from services.watcher.policy_source import PolicySource
 from services.watcher.recall import recall
-from services.watcher.records import FeedbackLog, drift_records
+from services.watcher.records import FeedbackLog
+from services.watcher.row_reader import RowReader
 from services.watcher.rows import RowBuffer
+from services.watcher.statistics_reader import StatisticsReader
 from services.watcher.trainer import Trainer, TrainingFailed
-from specroll.v1 import feedback_pb2, watcher_pb2_grpc
-from specroll_core.drift import DriftConfig
+from specroll.v1 import watcher_pb2_grpc
+from specroll_core.drift import DriftConfig, DriftRecord
 
 log = logging.getLogger(__name__)
 
 _LOCK_SECONDS = 30.0
 _WAIT_SECONDS = 0.5
 _WORKERS_SECONDS = 2.0
-_ROWS_SECONDS = 1.0
-_FRAMES = 64
 # Training begins only with so many held-out prompts: with fewer the gate could not pass.
 _MIN_HELD_OUT_PROMPTS = 6
 # Standard errors of a fall from which on a check leaves a doubt.
@@ -79,26 +77,34 @@ class Watcher:
         self.lock = ExclusiveLock(client, keys, "watcher")
         self.lock.acquire(_LOCK_SECONDS)
         name = f"watcher-{secrets.token_hex(4)}"
-        self.consumer = StreamConsumer(client, keys.feedback, FEEDBACK_LIMITS, name, lock=self.lock)
-        self.row_stream = RowStream(client, keys.feedback_rows, settings.max_row_bytes)
+        consumer = StreamConsumer(client, keys.feedback, FEEDBACK_LIMITS, name, lock=self.lock)
+        self.statistics = StatisticsReader(
+            consumer, self._take_record, lambda: self.metrics.count("feedback/malformed/total")
+        )
         self.board = RunBoard(client, keys)
         self.registry = HeadsRegistry(run_dir.root / "heads", keep=settings.keep_versions)
         self.policies = PolicySource(config, root / "policies")
         self.buffer = RowBuffer(settings.max_rows, 2 * settings.gate_rows, settings.holdout)
         self.trainer = Trainer(root / "jobs", threads=settings.threads, nice=settings.nice)
         self.fleet = Fleet(lambda address: grpc_setup.channel(address, security=config.security))
-        self.current = self._first_version()
+        self.current = first_version(config, self.registry, self.policies)
         recorded = root / "feedback.jsonl"
-        self.watch = recall(recorded, drift_config(config), self.current.version if self.current else 0)
-        self.log = FeedbackLog(recorded)
-        # Rows received when acceptance was last as it should be: what drift is learned from came after.
-        self._healthy_at = self._fresh_from = 0
-        # The degradation for which the serving copies were found to be as published.
-        self._looked_at: float | None = None
+        self.log = FeedbackLog(recorded)  # first, as it cuts off the line that a kill left unfinished
+        known = recall(recorded, drift_config(config), self.current.version if self.current else 0)
+        self.watch = known.watch
+        self.rows = RowReader(
+            RowStream(client, keys.feedback_rows, settings.max_row_bytes),
+            self.buffer,
+            lambda: self.metrics.count("rows/malformed/total"),
+            healthy=known.healthy,
+            fresh=known.fresh,
+        )
         # Rows that the next training of a version begins with.
-        self._needed = settings.min_rows
-        self._rows_after = "0"
-        self._rows_at = self._workers_at = 0.0
+        self._needed = known.needed or settings.min_rows
+        # The degradation for which the serving copies were looked at.
+        self._looked_at: float | None = None
+        self._waits_for = ""
+        self._workers_at = 0.0
         self.server = grpc_setup.server(settings.host, settings.port, security=config.security)
         watcher_pb2_grpc.add_WatcherServiceServicer_to_server(WatcherServicer(self), self.server.grpc)
 
@@ -120,8 +126,8 @@ class Watcher:
         while not self.stop.is_set():
             self.lock.check()
             with self.metrics.guard("feedback"):
+                self.rows.read(self.stop)  # first, for a check to know after which rows it came
                 self._read_statistics()
-                self._read_rows()
             with self.metrics.guard("training"):
                 self._tend_training()
             with self.metrics.guard("workers"):
@@ -142,102 +148,78 @@ class Watcher:
 
     def _read_statistics(self) -> None:
         try:
-            deliveries = self.consumer.read(64, _WAIT_SECONDS)
+            self.statistics.read(_WAIT_SECONDS)
         except StreamError as error:
             log.warning("feedback cannot be read: %s", error)
             self.stop.wait(_WAIT_SECONDS)
-            return
-        for delivery in deliveries:
-            try:
-                batch = feedback_pb2.FeedbackBatch.FromString(delivery.payload)
-                records = [record for trajectory in batch.trajectories for record in drift_records(trajectory)]
-            except (DecodeError, ValueError) as error:
-                delivery.dead_letter(f"no verifier feedback: {error}")
-                self.metrics.count("feedback/malformed/total")
-                continue
-            for record in records:
-                self.log.write("record", record.to_json())
-                for kind, facts in self.watch.observe(record).happened:
-                    self._event(kind, **facts)
-                    self._mark_fresh_rows(kind, facts)
-            delivery.ack()
+        except OSError:  # a full disk, say: the same record again
+            self.stop.wait(_WAIT_SECONDS)
+            raise
 
-    def _mark_fresh_rows(self, kind: str, facts: dict[str, Any]) -> None:
-        # A drift begins before it is sure: what came since the last check without any doubt belongs to it.
-        if kind == "check" and not facts["degraded"] and (facts["z"] or 0.0) < _DOUBTFUL:
-            self._healthy_at = self.buffer.received
-        elif kind == "degraded":
-            self._fresh_from, self._needed = self._healthy_at, self.config.watcher.min_rows
-
-    def _read_rows(self) -> None:
-        if time.monotonic() < self._rows_at:
-            return
-        self._rows_at = time.monotonic() + _ROWS_SECONDS
-        while not self.stop.is_set():
-            try:
-                frames = self.row_stream.read(self._rows_after, _FRAMES)
-            except redis.RedisError as error:
-                log.debug("rows cannot be read: %s", error)
-                return
-            for entry, data in frames:
-                self._rows_after = entry
-                try:
-                    self.buffer.add(RowFrame.from_bytes(data))
-                except ValueError as error:
-                    self.metrics.count("rows/malformed/total")
-                    log.debug("rows are left out: %s", error)
-            if len(frames) < _FRAMES:
-                return
+    def _take_record(self, record: DriftRecord) -> None:
+        self.log.write("record", record.to_json())
+        for kind, facts in self.watch.observe(record).happened:
+            if kind == "check" and not facts["degraded"] and (facts["z"] or 0.0) < _DOUBTFUL:
+                self.rows.without_doubt()
+            elif kind == "degraded":
+                self.rows.drifted()
+                self._needed = self.config.watcher.min_rows
+            row = {"row": self.rows.healthy} if kind in ("check", "degraded") else {}
+            self._event(kind, **facts, **row)
 
     def _tend_training(self) -> None:
         if self.watch.wants_rollback:
             self._roll_back(self.watch.wants_rollback)
+        self._look_at_copies()
         if self.trainer.running:
-            try:
-                done = self.trainer.poll()
-            except TrainingFailed as error:
-                self.watch.failed(time.time())
-                self._event("training_failed", reason=str(error))
-                return
-            if done is not None:
-                self._judge(*done)
-            return
-        if not self.watch.wants_training(time.time()):
-            return
-        degraded = self.watch.degraded_since
-        if degraded is not None and degraded != self._looked_at and self.current is not None:
-            if self._repair(self.current):
-                return
-            self._looked_at = degraded
-        if self._enough_rows():
-            self._train()
+            self._take_result()
+        elif self.watch.wants_training(time.time()):
+            waits_for = self._missing_rows()
+            if waits_for != self._waits_for and waits_for:
+                log.info("training waits for %s", waits_for)
+            self._waits_for = waits_for
+            if not waits_for:
+                self._train()
 
-    def _enough_rows(self) -> bool:
-        settings, since = self.config.watcher, self._fresh_from
-        held = min(settings.gate_rows, settings.min_rows) // 4
-        return (
-            self.buffer.count(held_out=False, since=since) >= min(self._needed, settings.max_rows)
-            and self.buffer.count(held_out=True, since=since) >= held
-            and self.buffer.prompts(held_out=True, since=since) >= _MIN_HELD_OUT_PROMPTS
-        )
+    def _missing_rows(self) -> str:
+        """What there is too little of for training to begin; empty where there is enough."""
+        settings, since = self.config.watcher, self.rows.fresh_from
+        needed, held = min(self._needed, settings.max_rows), min(settings.gate_rows, settings.min_rows) // 4
+        if self.buffer.count(held_out=False, since=since) < needed:
+            return f"{needed} rows"
+        if self.buffer.count(held_out=True, since=since) < held:
+            return f"{held} rows of prompts that are held out"
+        if self.buffer.prompts(held_out=True, since=since) < _MIN_HELD_OUT_PROMPTS:
+            share = f"a share of {settings.holdout:g} of all prompts (watcher.holdout)"
+            return f"{_MIN_HELD_OUT_PROMPTS} different prompts that are held out, {share}"
+        return ""
 
-    def _repair(self, current: Artifact) -> bool:
-        """Puts copies right that are not what was published. Whether there were any."""
+    def _look_at_copies(self) -> None:
+        """Once for every degradation: puts copies right that are not what was published. Where there are none, or none
+        could be put right, training is what is left."""
+        degraded, current = self.watch.degraded_since, self.current
+        if degraded is None or degraded == self._looked_at or current is None:
+            return
+        self._looked_at = degraded
         dtype = torch.bfloat16 if self.config.model.dtype == "bfloat16" else torch.float32
-        expected = weights_checksum(read_heads(current.path / HEADS_FILE).state_dict(), dtype)
-        live = self.fleet.live_checksums()
-        wrong = [w for w in self.fleet.workers() if live.get(w.worker_id, expected) != expected]
+        published = weights_checksum(read_heads(current.path / HEADS_FILE).state_dict(), dtype)
+        wrong = self.fleet.disturbed(current, published)
         if not wrong:
-            return False
+            return
         taken = self.fleet.swap(current, wrong)
-        self._event("repaired", version=current.version, workers=len(taken), wrong=len(wrong))
         if taken:
             self.watch.repaired()
-        return True
+        kind = "repaired" if taken else "repair_failed"
+        self._event(kind, version=current.version, workers=len(taken), wrong=len(wrong))
 
     def _train(self) -> None:
-        settings, config = self.config.watcher, self.config
-        policy = self.policies.current()
+        settings, config, since = self.config.watcher, self.config, self.rows.fresh_from
+        try:
+            policy = self.policies.current()
+        except (ArtifactError, OSError, ValueError) as error:
+            self.watch.postponed(time.time())
+            self._event("training_postponed", reason=str(error))
+            return
         cold = self.current is None
         job = TrainJob(
             policy_dir=str(policy.path),
@@ -250,28 +232,68 @@ class Watcher:
             nodes=settings.gate_nodes,
             sampled_children=config.rollout.engine.speculation.rule == "sampled_child",
             seed=config.run.seed,
+            seen=self.buffer.count(held_out=False, since=since),
+            degraded=self.watch.degraded_since,
         )
-        training = self.buffer.training(settings.max_rows, self._fresh_from)
-        held_out = self.buffer.held_out(settings.gate_rows, self._fresh_from)
-        self.trainer.start(job, training, held_out)
+        try:
+            training = self.buffer.training(settings.max_rows, since)
+            held_out = self.buffer.held_out(settings.gate_rows, since)
+            self.trainer.start(job, training, held_out)
+        except Exception as error:
+            self._training_failed(f"it could not be started: {error}")
+            raise
         self._event("training", rows=len(training), held_out_rows=len(held_out), policy=policy.version, cold=cold)
 
-    def _judge(self, files: JobDirectory, result: dict[str, Any]) -> None:
-        gate = result["gate"]
-        self._event("gate", serving=result["job"]["serving"], **gate)
-        stale = result["job"]["serving"] != self.watch.version
-        if stale or not gate["passed"]:
-            undecided = gate["high"] > _WORTHWHILE * gate["old"] and result["rows"] < self.config.watcher.max_rows
-            if not stale:
-                self.watch.refused(time.time(), undecided=undecided)
-                if undecided:
-                    self._needed = 2 * result["rows"]
-            self._event("refused", difference=gate["difference"], low=gate["low"], stale=stale, undecided=undecided)
-        else:
-            self._publish(files, result)
-        self.trainer.discard(files)
+    def _training_failed(self, reason: str) -> None:
+        self.watch.failed(time.time())
+        self._event("training_failed", reason=reason)
 
-    def _publish(self, files: JobDirectory, result: dict[str, Any]) -> None:
+    def _take_result(self) -> None:
+        try:
+            done = self.trainer.poll()
+        except TrainingFailed as error:
+            self._training_failed(str(error))
+            return
+        if done is None:
+            return
+        files, result = done
+        try:
+            self._judge(files, result)
+        except Exception as error:
+            self._training_failed(f"its result could not be used: {error}")
+            raise
+        finally:
+            self.trainer.discard(files)
+
+    def _judge(self, files: JobDirectory, result: dict[str, Any]) -> None:
+        gate, job = result["gate"], result["job"]
+        self._event("gate", serving=job["serving"], **gate)
+        # A degradation since the job began, or its repair: the job says nothing about what is wanted now.
+        overtaken = job.get("degraded") != self.watch.degraded_since
+        stale = job["serving"] != self.watch.version
+        if gate["passed"] and not stale:
+            self._publish(files, result, overtaken=overtaken)
+            return
+        stale = stale or overtaken
+        undecided = gate["high"] > _WORTHWHILE * gate["old"] and not self._all_rows(result)
+        if not stale:
+            self.watch.refused(time.time(), undecided=undecided)
+            if undecided:
+                self._needed = 2 * _seen(result)
+        self._event(
+            "refused",
+            difference=gate["difference"],
+            low=gate["low"],
+            stale=stale,
+            undecided=undecided,
+            needed=self._needed,
+        )
+
+    def _all_rows(self, result: dict[str, Any]) -> bool:
+        """Whether a job had all the rows that are ever kept: another one would learn from no more."""
+        return _seen(result) >= self.config.watcher.max_rows
+
+    def _publish(self, files: JobDirectory, result: dict[str, Any], *, overtaken: bool) -> None:
         trained_on = TrainedOn(
             rows=result["rows"],
             prompts=result["prompts"],
@@ -285,15 +307,20 @@ class Watcher:
             ModelFingerprint(**result["model"]), trained_on, self.watch.version or None, {**gate, **report}
         )
         self.current = self.registry.publish(read_heads(files.heads_file), manifest)
+        degraded = self.watch.degraded_since is not None
         self.watch.swapped(self.current.version)
-        self._needed = 2 * result["rows"]
-        self.watch.improving = result["rows"] < self.config.watcher.max_rows
+        # Better than what served, but of rows from before the degradation: those since then are for the next training.
+        degraded_meanwhile = overtaken and degraded
+        if not degraded_meanwhile:
+            self._needed = 2 * _seen(result)
+        self.watch.improving = degraded_meanwhile or not self._all_rows(result)
         self._event(
             "published",
             version=self.current.version,
             rows=result["rows"],
             predicted=gate["new"],
             improving=self.watch.improving,
+            needed=self._needed,
         )
         self._name_current()
         self._swap_everybody()
@@ -343,19 +370,6 @@ class Watcher:
             commit_ms=1000 * self.fleet.commit_seconds,
         )
 
-    def _first_version(self) -> Artifact | None:
-        """The registry's current version; heads that the configuration brings become the first one."""
-        found = self.registry.current()
-        given = self.config.initial_heads
-        if found is not None or given is None or self.registry.store.versions():
-            return found
-        directory = artifact_directory(given)
-        if directory.is_dir():
-            loaded = load_artifact(directory)
-            return self.registry.publish(loaded.heads, HeadsManifest(loaded.manifest.model, loaded.manifest.trained_on))
-        model = ModelFingerprint.of(self.policies.current().path)
-        return self.registry.publish(load_heads(given), HeadsManifest(model, TrainedOn(0, 0, str(given.name))))
-
     def _name_current(self) -> None:
         settings, current = self.config.watcher, self.current
         wildcard = settings.host in ("0.0.0.0", "::")  # noqa: S104
@@ -378,6 +392,11 @@ class Watcher:
         shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in facts.items() if k != "prompts"}
         level = {"check": logging.DEBUG, "alarm": logging.ERROR, "worse": logging.WARNING}.get(kind, logging.INFO)
         log.log(level, "%s: %s", kind.replace("_", " "), json.dumps(shown, default=str))
+
+
+def _seen(result: dict[str, Any]) -> int:
+    """Rows that there were for a job, those included that it left out: what there is later is counted alike."""
+    return max(int(result["job"].get("seen", 0)), int(result["rows"]))
 
 
 def drift_config(config: Config) -> DriftConfig:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,24 @@ class Trainer:
     def start(self, job: TrainJob, training: ChosenRows, held_out: ChosenRows) -> None:
         assert self._files is None
         files = JobDirectory(self._root / f"job-{self._next_number():06d}")
-        files.write(job, training, held_out)
-        self._launch(files)
+        try:
+            policy = _linked(Path(job.policy_dir), files.path / "policy")
+            files.write(replace(job, policy_dir=str(policy)), training, held_out)
+            self._launch(files)
+        except BaseException:
+            self.discard(files)
+            raise
 
     def resume(self) -> bool:
-        """Goes on with a job that has no result, if the policy that it needs is still there."""
-        for path in sorted(self._root.glob("job-*")):
+        """Goes on with a job that has no result, if the policy that it needs is still there; one that has a result is
+        what `poll` returns next. There is one job at a time: older ones were left behind, and are deleted."""
+        for path in sorted(self._root.glob("job-*"), reverse=True):
             files = JobDirectory(path)
+            if self.running:
+                self.discard(files)
+                continue
             if (path / RESULT).exists():
+                self._files = files
                 continue
             try:
                 job = files.job()
@@ -65,20 +76,23 @@ class Trainer:
             ):
                 log.info("going on with the training in %s", path)
                 self._launch(files)
-                return True
-            shutil.rmtree(path, ignore_errors=True)
-        return False
+            else:
+                self.discard(files)
+        return self.running
 
     def poll(self) -> tuple[JobDirectory, dict[str, Any]] | None:
         """The result of a training that ended since the last call. Raises TrainingFailed."""
-        if self._process is None or self._files is None or self._process.poll() is None:
+        files, code = self._files, 0 if self._process is None else self._process.poll()
+        if files is None or code is None:
             return None
-        files, code = self._files, self._process.returncode
         self._process = self._files = None
-        result = files.result()
+        try:
+            result = files.result()
+        except ValueError:
+            result = None
         if code != 0 or result is None:
             last = _tail(files.path / "trainer.log")
-            shutil.rmtree(files.path, ignore_errors=True)
+            self.discard(files)
             raise TrainingFailed(f"the trainer ended with exit code {code}: {last}")
         return files, result
 
@@ -114,6 +128,18 @@ class Trainer:
     def _next_number(self) -> int:
         numbers = [int(path.name.removeprefix("job-")) for path in self._root.glob("job-*")]
         return max(numbers, default=0) + 1
+
+
+def _linked(policy: Path, to: Path) -> Path:
+    """The policy's files under another name, since the learner deletes policies while a training goes on; where files
+    cannot be linked, the policy itself."""
+    try:
+        shutil.copytree(policy, to, copy_function=lambda file, link: os.link(os.path.realpath(file), link))
+    except OSError as error:
+        log.debug("%s is read where it is: %s", policy, error)
+        shutil.rmtree(to, ignore_errors=True)
+        return policy
+    return to
 
 
 def _before(nice: int) -> Callable[[], None]:

@@ -82,6 +82,7 @@ class Watch:
             events.add("alarm", version=self.version, acceptance=check.acceptance)
         if check.triggered and not self.wants_rollback and self.degraded_since is None:
             self.degraded_since = check.at
+            self.detector.restart_windows()  # they began before the drift, and a trial compares with what is in them
             events.add("degraded", version=self.version, fall=check.fall, z=check.z, at=check.at)
         return events
 
@@ -94,7 +95,7 @@ class Watch:
     def swapped(self, version: int) -> None:
         """Another version serves, trained by us: it is on trial against what the old one did of late."""
         old = self.version
-        self._trial = self.detector.successor(version) if old else None
+        self._trial = self.detector.successor(version, drifted=self.degraded_since is not None) if old else None
         self._trial_checks = 0
         self._begin(version)
         self._refusals = 0
@@ -109,9 +110,11 @@ class Watch:
     def refused(self, now: float, *, undecided: bool = False) -> None:
         """The gate did not pass. What the heads do now is what later is compared with, and the next attempt waits.
 
-        undecided: few rows could not rule out a gain. Then training is still wanted; whoever trains takes more of them.
+        undecided: few rows could not rule out a gain. Then training is still wanted, after a pause; whoever trains
+        takes more of them.
         """
         if undecided:
+            self.postponed(now)
             return
         if self.improving and self.degraded_since is None:
             self.improving = False  # more rows than the last time bring no more: these heads are as good as they get
@@ -122,6 +125,10 @@ class Watch:
         self._not_before = now + min(pause, _LONGEST_PATIENCE_SECONDS)
         self.degraded_since = None
         self.detector.reset(self.version)
+
+    def postponed(self, now: float) -> None:
+        """Nothing went wrong with training itself: it is wanted again after a cool-down."""
+        self._not_before = max(self._not_before, now + self._config.cooldown_seconds)
 
     def failed(self, now: float) -> None:
         """Training could not be finished: the same again, later."""

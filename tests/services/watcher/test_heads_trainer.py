@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 
@@ -126,3 +127,15 @@ def test_more_rows_outvote_the_heads_that_training_began_with(rows):
     assert (mean + pulled * theta_0) / (1 + pulled) == pytest.approx(
         (rows * mean + precision * theta_0) / (rows + precision)
     )
+
+
+def test_a_policy_that_the_learner_deletes_is_still_there_for_its_training(tiny_dir, buffer, tmp_path):
+    policy = tmp_path / "policy"
+    shutil.copytree(tiny_dir, policy)
+    trainer = Trainer(tmp_path / "jobs", threads=1, nice=5)
+    start(trainer, job(policy, seconds=1.0), buffer)
+    shutil.rmtree(policy)
+    files, result = result_of(trainer)
+    assert result["steps"] > 0
+    trainer.discard(files)
+    assert not list((tmp_path / "jobs").iterdir())

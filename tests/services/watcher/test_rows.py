@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from services.common.row_frames import RowFrame, prompt_name
+from services.heads.rollouts import to_learn_from
 from services.watcher.rows import RowBuffer
 
 
@@ -32,6 +33,16 @@ def test_what_is_no_frame_is_refused():
         RowFrame.from_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match="rows of tokens"):
         RowFrame("0" * 16, 0, 1.0, 1.0, -1, 0.0, torch.zeros(3), torch.zeros(2, 8))
+
+
+def test_heads_that_are_trained_before_a_run_learn_from_no_prompt_that_is_held_out_in_it():
+    buffer = RowBuffer(10_000, 10_000, holdout=0.25)
+    for prompt in range(200):
+        buffer.add(frame(prompt))
+    learned = to_learn_from([[prompt] for prompt in range(200)], 0.25)
+    assert {prompt_name(p) for p in learned} == {f.prompt for _, f in buffer._frames[False]}
+    assert 100 < len(learned) < 200
+    assert to_learn_from([[1], [2]], 1.0) == [[1], [2]]
 
 
 def test_prompts_stay_on_their_side():

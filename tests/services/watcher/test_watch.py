@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from services.watcher.recall import recall
 from services.watcher.records import FeedbackLog
 from services.watcher.watch import Watch
 from specroll_core.drift import DriftConfig
-from tests.core.test_drift import record, stream
+from tests.core import test_drift as drift_streams
+from tests.core.test_drift import RATES, record, stream
 
 CONFIG = DriftConfig(cooldown_seconds=10.0)
 
@@ -58,7 +61,8 @@ def test_a_gate_that_could_not_decide_leaves_the_wish_for_training_as_it_was():
     rng = random.Random(1)
     assert feed(watch, stream(rng, 60, drop=0.3)) == ["degraded"]
     watch.refused(now=500.0, undecided=True)
-    assert watch.wants_training(500.0)
+    assert not watch.wants_training(509.0)  # a pause, whatever else lacks
+    assert watch.wants_training(510.0)
     assert watch.degraded_since is not None
     feed(watch, stream(rng, 60, drop=0.3, from_check=0))
     assert watch.last.fall > 0.05  # the present is not the new normal
@@ -104,6 +108,34 @@ def test_a_version_as_good_as_the_old_one_passes_its_trial():
     assert not watch.wants_rollback
 
 
+@pytest.mark.parametrize("strata", [1, 4, 12])
+@pytest.mark.parametrize("checks", [6, 16])
+def test_after_a_drift_new_heads_are_compared_with_what_the_old_ones_had_come_to(monkeypatch, strata, checks):
+    """The old heads fell to 0.6 of what they accepted. New ones at 0.8 or 0.6 of it stay, those at 0.4 do not."""
+    names = [f"T=1 n={n}" for n in range(strata)]
+    monkeypatch.setattr(drift_streams, "RATES", dict.fromkeys(names, RATES["T=1"]))
+    for factor, worse in ((0.8, False), (0.6, False), (0.4, True)):
+        rng, watch, i = random.Random(strata), Watch(CONFIG, 1), 0
+
+        def seen(heads, factor, rounds, until=None, *, rng=rng, watch=watch):
+            nonlocal i
+            happened = []
+            for _ in range(rounds // 32):
+                i += 1
+                own = random.Random(i // 4).gauss(0, 0.05)
+                happened += feed(watch, [record(rng, i / 4, f"p{i // 4}", names[i // 4 % strata], own, factor, heads)])
+                if until in happened:
+                    break
+            return happened
+
+        seen(1, 1.0, strata * 6144)
+        assert seen(1, 0.6, 512 * 40, until="degraded") == ["degraded"]
+        seen(1, 0.6, 512 * checks)
+        watch.swapped(2)
+        happened = seen(2, factor, 512 * 20)
+        assert ("worse" in happened, "kept" in happened) == (worse, not worse)
+
+
 def test_acceptance_near_nothing_raises_the_alarm():
     rng = random.Random(4)
     watch = Watch(CONFIG, 1)
@@ -126,7 +158,7 @@ def test_a_restart_in_the_middle_changes_no_decision(tmp_path):
     with (tmp_path / "feedback.jsonl").open("a") as file:
         file.write('{"kind": "record", "at"')  # what a kill leaves
     FeedbackLog(tmp_path / "feedback.jsonl").close()
-    restarted, forgetful = recall(tmp_path / "feedback.jsonl", CONFIG, 1), Watch(CONFIG, 1)
+    restarted, forgetful = recall(tmp_path / "feedback.jsonl", CONFIG, 1).watch, Watch(CONFIG, 1)
     assert next(i for i, r in enumerate(records[cut:], cut) if "degraded" in feed(restarted, [r])) == found
     assert restarted.degraded_since == undisturbed.degraded_since
     assert feed(forgetful, records[cut : found + 1]) == []
@@ -134,13 +166,13 @@ def test_a_restart_in_the_middle_changes_no_decision(tmp_path):
 
 def test_what_does_not_lead_to_the_serving_version_is_not_taken_up(tmp_path):
     path = tmp_path / "feedback.jsonl"
-    assert recall(path, CONFIG, 3).version == 3
+    assert recall(path, CONFIG, 3).watch.version == 3
     log = FeedbackLog(path)
     log.write("published", {"version": 1})
     for r in steady(random.Random(4), 64, heads=1):
         log.write("record", r.to_json())
     log.close()
-    assert recall(path, CONFIG, 1).records == 64
-    assert (recall(path, CONFIG, 2).version, recall(path, CONFIG, 2).records) == (2, 0)
+    assert recall(path, CONFIG, 1).watch.records == 64
+    assert (recall(path, CONFIG, 2).watch.version, recall(path, CONFIG, 2).watch.records) == (2, 0)
     path.write_text('{"kind": "record"}\n')
-    assert recall(path, CONFIG, 1).records == 0
+    assert recall(path, CONFIG, 1).watch.records == 0

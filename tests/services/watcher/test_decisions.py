@@ -1,0 +1,264 @@
+"""What the watcher makes of a result, of a trigger and of too few rows; on a real Redis, nothing is trained."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+import time
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+
+from services.common.lifecycle import wait_until
+from services.heads.artifact import HeadsManifest, TrainedOn
+from services.heads.fingerprint import ModelFingerprint, output_weights
+from services.rollout.heads_file import save_heads
+from services.watcher.job import JobDirectory
+from services.watcher.service import Watcher
+from services.watcher.trainer import Trainer
+from specroll_core.heads import FutureTokenHeads, HeadsSpec
+from tests.core.test_drift import stream
+from tests.services.watcher.test_heads_trainer import buffer  # noqa: F401
+from tests.services.watcher.test_watcher import events, server, setting  # noqa: F401
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def at_rest(setting, tiny_dir):  # noqa: F811
+    """Makes watchers whose loop does not run, of a run that serves version 1."""
+    made = []
+    vocabulary, hidden = output_weights(tiny_dir)[0].shape
+    spec = HeadsSpec(2, hidden, 32, vocabulary)
+
+    def start(**settings):
+        changed = setting.config.watcher.model_copy(update=settings)
+        config = setting.config.model_copy(update={"watcher": changed})
+        watcher = Watcher(config, setting.run_dir.run_id, stop=threading.Event())
+        made.append(watcher)
+        if watcher.current is None:
+            manifest = HeadsManifest(ModelFingerprint.of(tiny_dir), TrainedOn(0, 0, "none"))
+            watcher.current = watcher.registry.publish(FutureTokenHeads(spec), manifest)
+            watcher.watch.swapped(1)
+            watcher.watch.improving = False
+        return watcher
+
+    start.spec = spec
+    yield start
+    for watcher in made:
+        watcher.close()
+
+
+def degrade(watcher, seed=0):
+    for r in stream(random.Random(seed), 60, drop=0.3):
+        watcher._take_record(r)
+    assert watcher.watch.degraded_since is not None
+
+
+def result(tiny_dir, *, rows, seen, passed=False, high=0.0, degraded=None, serving=1):
+    gate = {"passed": passed, "high": high, "low": -1.0, "old": 1.0, "new": 1.0, "difference": 0.0, "prompts": []}
+    return {
+        "gate": gate, "rows": rows, "prompts": 3, "temperature": 1.0, "policy_versions": [0, 0],
+        "held_out_rows": 1, "steps": 1, "train_seconds": 1.0, "cpu_seconds": 1.0,
+        "model": asdict(ModelFingerprint.of(tiny_dir)),
+        "job": {"serving": serving, "seen": seen, "degraded": degraded},
+    }  # fmt: skip
+
+
+def files(tmp_path, spec):
+    made = JobDirectory(tmp_path / "job")
+    made.path.mkdir(exist_ok=True)
+    save_heads(FutureTokenHeads(spec), made.heads_file)
+    return made
+
+
+def test_more_rows_are_waited_for_by_the_count_that_they_are_waited_with(at_rest, tiny_dir, tmp_path):
+    """Of 1,000 rows 300 were chosen: the next training begins at 2,000 of the same count, and 600 are no news."""
+    watcher = at_rest(max_rows=3000)
+    degrade(watcher)
+    degraded = watcher.watch.degraded_since
+    watcher._judge(files(tmp_path, at_rest.spec), result(tiny_dir, rows=300, seen=1000, high=0.5, degraded=degraded))
+    assert (watcher._needed, watcher.watch.degraded_since) == (2000, degraded)
+    watcher._judge(files(tmp_path, at_rest.spec), result(tiny_dir, rows=300, seen=3000, high=0.5, degraded=degraded))
+    assert watcher.watch.degraded_since is None  # there will never be more rows
+
+    for seen, improving in ((1000, True), (3000, False)):
+        found = result(tiny_dir, rows=300, seen=seen, passed=True, serving=watcher.watch.version)
+        watcher._judge(files(tmp_path, at_rest.spec), found)
+        assert watcher._needed == 2 * seen
+        assert watcher.watch.improving == improving
+
+
+@pytest.mark.parametrize("high", [0.0, 0.5])
+def test_a_training_from_before_a_trigger_does_not_answer_it(at_rest, tiny_dir, tmp_path, setting, high):  # noqa: F811
+    watcher = at_rest()
+    degrade(watcher)
+    degraded = watcher.watch.degraded_since
+    watcher._judge(files(tmp_path, at_rest.spec), result(tiny_dir, rows=900, seen=900, high=high))
+    assert watcher.watch.degraded_since == degraded
+    assert watcher._needed == watcher.config.watcher.min_rows
+    assert events(setting, "refused")[-1]["stale"]
+
+    # Better heads are taken all the same, and training goes on with the rows since.
+    watcher._judge(files(tmp_path, at_rest.spec), result(tiny_dir, rows=900, seen=900, passed=True))
+    assert watcher.watch.version == 2
+    assert watcher.watch.improving
+    assert watcher._needed == watcher.config.watcher.min_rows
+
+
+def test_a_result_that_cannot_be_used_is_a_failure_and_leaves_nothing(at_rest, tiny_dir, tmp_path, monkeypatch):
+    watcher = at_rest()
+    degrade(watcher)
+    found = result(tiny_dir, rows=9, seen=9, passed=True), files(tmp_path, at_rest.spec)
+    found[1].heads_file.write_bytes(b"nothing")
+    monkeypatch.setattr(watcher.trainer, "poll", lambda: found[::-1])
+    with pytest.raises(Exception, match=r"."):
+        watcher._take_result()
+    assert not found[1].path.exists()
+    assert not watcher.watch.wants_training(watcher.watch.degraded_since)
+
+
+def test_a_policy_that_cannot_be_had_is_asked_for_again_after_a_pause(at_rest, setting, monkeypatch):  # noqa: F811
+    watcher = at_rest(cooldown_seconds=1000.0)
+    degrade(watcher)
+
+    def nowhere():
+        raise ValueError("there is none")
+
+    monkeypatch.setattr(watcher.policies, "current", nowhere)
+    monkeypatch.setattr(watcher, "_missing_rows", lambda: "")
+    for _ in range(3):
+        watcher._tend_training()
+    assert len(events(setting, "training_postponed")) == 1
+
+
+def test_what_training_waits_for_is_said_once(at_rest, caplog, buffer):  # noqa: F811
+    watcher = at_rest(min_rows=10, gate_rows=10)
+    degrade(watcher)
+    said = []
+    with caplog.at_level(logging.INFO, logger="services.watcher.service"):
+        for _ in range(3):
+            watcher._tend_training()
+        frames = [frame for side in (False, True) for _, frame in buffer._frames[side]]
+        watcher.buffer._holdout = 0.0
+        watcher.buffer.add(frames[0])
+        watcher._tend_training()
+        watcher.buffer._holdout = 1.0
+        watcher.buffer.add(frames[1])
+        for _ in range(3):
+            watcher._tend_training()
+        said = [r.getMessage() for r in caplog.records if "waits for" in r.getMessage()]
+    assert [text.split(" waits for ")[1].split(" (")[0] for text in said] == [
+        "10 rows",
+        "2 rows of prompts that are held out",
+        "6 different prompts that are held out, a share of 0.3 of all prompts",
+    ]
+
+
+def test_a_restart_learns_from_the_rows_since_the_drift(at_rest, setting, buffer):  # noqa: F811
+    watcher = at_rest(check_records=512)
+    frames = [frame for _, frame in buffer._frames[False]]
+    watcher.log.write("published", {"version": 1, "improving": False, "needed": 5000})
+
+    def send(some):
+        for frame in some:
+            watcher_rows.append(frame.to_bytes())
+        watcher.rows._due = 0.0
+        watcher.rows.read(watcher.stop)
+
+    watcher_rows = watcher.rows._stream
+    send(frames[:4])
+    records = list(stream(random.Random(0), 60, drop=0.3, from_check=30))
+    for r in records[: len(records) // 2]:
+        watcher._take_record(r)
+    send(frames[4:7])
+    for r in records[len(records) // 2 :]:
+        watcher._take_record(r)
+    assert watcher.watch.degraded_since is not None
+    since = watcher.buffer.count(held_out=False, since=watcher.rows.fresh_from)
+    assert since == sum(len(frame.tokens) for frame in frames[4:7])
+    degraded = watcher.watch.degraded_since
+    watcher.close()
+
+    again = at_rest(check_records=512)
+    again.rows.read(again.stop)
+    assert again.watch.degraded_since == degraded
+    assert again._needed == again.config.watcher.min_rows
+    assert again.buffer.count(held_out=False, since=again.rows.fresh_from) == since
+
+
+def follow(watcher, count):
+    watcher.fleet.follow(watcher.board.workers())
+    assert len(watcher.fleet.workers()) == count
+
+
+def test_copies_are_looked_at_once_and_while_a_training_runs(at_rest, setting, monkeypatch):  # noqa: F811
+    watcher = at_rest()
+    good, old = setting.worker("good"), setting.worker("old")
+    old.control.refuses = "no room"
+    follow(watcher, 2)
+    watcher._swap_everybody()
+    assert (good.control.served.version, old.control.served.version) == (1, 0)
+    follow(watcher, 2)
+    degrade(watcher)
+    asked = []
+    disturbed = watcher.fleet.disturbed
+    monkeypatch.setattr(watcher.fleet, "disturbed", lambda *a: asked.append(1) or disturbed(*a))
+    for _ in range(3):
+        watcher._tend_training()
+    # The one that serves something else is not a copy gone wrong, and is asked for nothing.
+    assert asked == [1]
+    assert not events(setting, "repaired") + events(setting, "repair_failed")
+    assert watcher._waits_for
+
+    good.control.disturbed, good.control.refuses = True, "no room"
+    watcher._looked_at = None
+    for _ in range(3):
+        watcher._tend_training()
+    assert (len(events(setting, "repair_failed")), len(events(setting, "repaired"))) == (1, 0)
+    assert watcher.watch.degraded_since is not None
+
+    good.control.refuses = ""
+    wait_until(lambda: all(w.retry_at < time.monotonic() for w in watcher.fleet.workers()), 10, "retry")
+    watcher._looked_at = None
+    watcher.trainer._files, watcher.trainer._process = SimpleNamespace(), SimpleNamespace(poll=lambda: None)
+    watcher._tend_training()
+    watcher.trainer._files = watcher.trainer._process = None
+    assert len(events(setting, "repaired")) == 1
+    assert not good.control.disturbed
+    assert watcher.watch.degraded_since is None
+
+
+def test_a_worker_that_was_not_asked_in_time_gets_heads_without_delay(at_rest, setting, monkeypatch):  # noqa: F811
+    watcher = at_rest()
+    worker = setting.worker("w")
+    follow(watcher, 1)
+    (known,) = watcher.fleet.workers()
+    worker.stop()
+    follow(watcher, 1)
+    assert known.silence
+    assert not known.failure
+    assert watcher.fleet.behind(watcher.current) == [known]
+    assert watcher.fleet.swaps_failed == 0
+    setting.workers.remove(worker)
+
+
+def test_a_finished_training_is_taken_up_after_a_restart(tiny_dir, tmp_path):
+    for number in (1, 2):
+        path = tmp_path / f"job-{number:06d}"
+        path.mkdir()
+        (path / "result.json").write_text(json.dumps({"number": number}))
+    trainer = Trainer(tmp_path, threads=1, nice=5)
+    assert trainer.resume()
+    assert trainer.running
+    trainer.stop()  # before it was looked at: it is there the next time
+    trainer = Trainer(tmp_path, threads=1, nice=5)
+    assert trainer.resume()
+    found, taken = trainer.poll()
+    assert taken == {"number": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["job-000002"]
+    trainer.discard(found)
+    assert not trainer.resume()
