@@ -70,10 +70,10 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
             for number, line in enumerate(file, 1):
                 try:
                     value = json.loads(line)
-                    kind = value["kind"]
+                    if not isinstance(value["kind"], str):
+                        raise TypeError("its kind is no word")
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(f"{path}, line {number} is no line of recorded feedback: {error}") from error
-                assert isinstance(kind, str)
                 yield value
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error

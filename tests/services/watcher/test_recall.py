@@ -97,3 +97,11 @@ def test_cuts_and_needs_are_those_of_the_last_decision(log, tmp_path):
     assert known() == ("5-0", "5-0", None)
     log.write("refused", {"stale": True, "needed": 1200, "time": 1.0})
     assert known() == ("5-0", "5-0", 1200)
+
+
+@pytest.mark.parametrize("line", ['{"kind": 5}', "[1]", "{}", "no JSON"])
+def test_a_log_that_something_else_wrote_into_does_not_stop_a_watcher(line, tmp_path, caplog):
+    path = tmp_path / "feedback.jsonl"
+    path.write_text(line + "\n")
+    assert recall(path, CONFIG, 1).watch.records == 0
+    assert "line 1" in caplog.text
