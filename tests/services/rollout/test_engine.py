@@ -204,6 +204,11 @@ def test_a_policy_update_keeps_requests_and_shares_no_prefix(
         if pause_mode == "retract":  # from there on as the new policy continues the text, its cache recomputed
             continued = greedy_ignoring_eos(other_model, [*prompt, *got.token_ids[:change]], 200 - change)
             assert got.token_ids[change:] == continued
+    # What was computed in part under the old policy is no prefix for anybody.
+    mixed = [*prompts[0], *crossed[0].token_ids[:150]]
+    again = run(sample(engine, mixed, max_new_tokens=10, temperature=0, ignore_eos=True))
+    assert again.token_ids == greedy_ignoring_eos(other_model, mixed, 10)
+    assert pause_mode == "retract" or again.cached_tokens == 0
     assert run(sample(engine, warm, max_new_tokens=2, temperature=0)).cached_tokens > 0
     run(engine.update_policy(tiny_dir, 5, pause_mode=pause_mode))  # the same version number, other weights
     assert run(sample(engine, warm, max_new_tokens=2, temperature=0)).cached_tokens == 0

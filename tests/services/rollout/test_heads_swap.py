@@ -23,17 +23,20 @@ from services.common.streams import StreamConsumer
 from services.config import EngineConfig, SpeculationConfig, WatcherConfig
 from services.heads.artifact import HeadsManifest, TrainedOn, publish_heads
 from services.heads.fingerprint import ModelFingerprint
+from services.rollout.completion import SpeculationOverride
 from services.rollout.engine import RolloutEngine
 from services.rollout.heads_control import HeadsRefused
 from services.rollout.heads_feedback import FEEDBACK_LIMITS, FeedbackForwarder
 from services.rollout.heads_file import HEADS_FILE, read_heads, save_heads, weights_checksum
 from services.rollout.sglang_plugin import feedback as plugin_feedback
 from specroll.v1 import feedback_pb2
+from specroll_core.contracts import SamplingParams
 from specroll_core.heads import FutureTokenHeads, HeadsSpec
 from tests.services.rollout.test_engine import PROMPTS, greedy, load, sample
 from tests.tiny_heads import make_tiny_heads
 
 KEYS = RunKeys("swap")
+_ids = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +118,24 @@ def test_from_no_heads_to_a_first_version(engine, store, run, model):
     assert drafted.token_ids == plain.token_ids
     assert drafted.spec.verify_steps < plain.spec.verify_steps
     assert [s.version for s in drafted.head_version_spans] == [1]
+
+
+def test_what_is_proposed_follows_the_heads_that_serve(serving, store, run):
+    """Version 2 replaces the values of version 1 in place: no copy of them may go on proposing."""
+
+    def steps(version):
+        run(swap(serving, store, version))
+        request = serving.generate(
+            PROMPTS[0],
+            SamplingParams(temperature=0, max_new_tokens=60),
+            request_id=f"proposes-{next(_ids)}",
+            speculation=SpeculationOverride(parts=("heads",)),
+        )
+        return run(request).spec.verify_steps
+
+    good, bad, again = steps(1), steps(2), steps(1)
+    assert good < 0.8 * bad
+    assert again == pytest.approx(good, abs=2)  # the scorer has learned in between
 
 
 def test_swaps_under_load_change_no_token(serving, store, run, model):

@@ -265,6 +265,40 @@ def test_stops_and_caps_cut_a_block_where_plain_decoding_ends(engine, run, model
         assert_adds_up(got)
 
 
+def test_where_a_stop_and_a_cap_fall_into_one_block_the_first_ends_it(engine, run, model, tiny_dir):
+    from transformers import AutoTokenizer
+
+    tokens = greedy(model, PROMPTS[3], 40)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
+    shown = [tokenizer.decode(tokens[:n]) for n in range(41)]
+    firsts = [i for i in range(4, 30) if tokens[i] not in tokens[:i]][:3]
+    # Sampling parameters, and where plain decoding would end without a cap.
+    stops = [({"stop_token_ids": (tokens[i],)}, i + 1) for i in firsts]
+    for i in range(4, 30, 5):
+        text = tokenizer.decode(tokens[i : i + 2])
+        if text.isascii() and text.strip():
+            end = next(n for n in range(1, 41) if text in shown[n])
+            later = next((n for n in range(end, 40) if tokens[n] not in tokens[:n]), None)
+            stops.append(({"stop": (text,)}, end))
+            if later is not None:  # a string and, behind it, a token
+                stops.append(({"stop": (text,), "stop_token_ids": (tokens[later],)}, end))
+    assert any(len(limits) == 2 for limits, _ in stops)
+    cases = [(limits, end, cap) for limits, end in stops for cap in range(max(1, end - 3), end + 5)]
+
+    async def go():
+        return await asyncio.gather(
+            *(sample(engine, PROMPTS[3], temperature=0, max_new_tokens=cap, **limits) for limits, _, cap in cases)
+        )
+
+    cut_inside = 0
+    for (limits, end, cap), got in zip(cases, run(go()), strict=True):
+        expected = (FinishReason.STOP, tokens[:end]) if end <= cap else (FinishReason.LENGTH, tokens[:cap])
+        assert (got.finish_reason, got.token_ids) == expected, (limits, end, cap)
+        assert len(got.logprobs) == len(got.token_ids)
+        cut_inside += len(got.token_ids) < 1 + got.spec.verify_steps + got.spec.accepted
+    assert cut_inside
+
+
 def test_greedy_and_sampled_requests_share_a_batch(engine, run, model):
     laws = [{"temperature": 0}, {}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.5, "repetition_penalty": 1.2}]
 
