@@ -446,7 +446,7 @@ def test_heads_that_do_not_fit_are_refused_before_anything_starts(tiny_dir, tmp_
     for name, reason in (
         ("h", "fits a hidden size"),
         ("junk", "not a file of heads"),
-        ("absent", "not a file of heads"),
+        ("absent", "No such file or directory"),
     ):
         speculation = SpeculationConfig(enabled=True, heads=tmp_path / f"{name}.safetensors")
         config = EngineConfig(context_length=1024, speculation=speculation)
