@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 
 from services.config_section import Section
 
+# Of a tree, the root included: `MAX_NODES` of `specroll_core/tree.py`, which would bring torch with it.
+MOST_NODES = 63
+
 CorrectionForm = Literal["whitened", "bias", "credit", "soft"]
 
 
@@ -35,7 +38,7 @@ class SpeculationConfig(Section):
     heads: Path | None = None
     rule: Literal["sampled_child", "target_match"] = "sampled_child"
     nodes: int = Field(0, ge=0)
-    max_nodes: int = Field(16, ge=1, le=63)
+    max_nodes: int = Field(16, ge=1, le=MOST_NODES)
     peak_tokens: int = Field(32, ge=1)
     vocabulary: int = Field(4096, ge=0)
     memory: Literal["path", "suffix", "off"] = "path"

@@ -41,17 +41,21 @@ class Bench:
     def windows(self) -> int:
         """How many there are in all."""
         o = self._options
-        curve = 1 + len(o.widths) if o.widths and o.curve_of else 0
-        return len(o.temperatures) * len(o.concurrency) * o.rounds * (len(o.chosen) + curve)
+        return len(o.temperatures) * len(o.concurrency) * o.rounds * (len(o.chosen) + self._curve_windows)
 
     @property
     def cell_seconds(self) -> float:
         """After which a cell's engine must have lost its way."""
         o = self._options
-        curve = 1 + len(o.widths) if o.widths and o.curve_of else 0
         beside = o.warmup + _WINDOW_SECONDS
-        turn = len(o.chosen) * (o.seconds + beside) + curve * (o.seconds * _CURVE_SHARE + beside)
+        turn = len(o.chosen) * (o.seconds + beside) + self._curve_windows * (o.seconds * _CURVE_SHARE + beside)
         return max(_CELL_SECONDS, o.rounds * turn)
+
+    @property
+    def _curve_windows(self) -> int:
+        """Of the bound's curve, in each round."""
+        o = self._options
+        return 1 + len(o.widths) if o.widths and o.curve_of else 0
 
     async def cell(self, concurrency: int, temperature: float) -> tuple[list[ArmResult], Curve | None]:
         """Each arm in each round, in an order that moves on by one every round, and then each width of the curve.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.rollout.completion import SpeculationOverride
+from services.speculation_config import MOST_NODES
 
 PLAIN = "plain"
 # In the order of the table. "speculation" is what a run of the configuration does.
@@ -46,7 +47,7 @@ ABLATED = (
 WARMED = ("speculation", "heads-correction")
 ABLATED_NODES = (4, 8, 16)
 # Beside the root, with which there are as many as an engine verifies.
-MAX_NODES = 62
+MAX_NODES = MOST_NODES - 1
 # Held-out prompts that are taken unless a number is named, fewer where there are not so many.
 USUAL_PROMPTS = 128
 _PLOTS = (".png", ".pdf", ".svg")

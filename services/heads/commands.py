@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from services.common.artifacts import MANIFEST
-from services.config import Config
+from services.config import Config, HeadsConfig
 from services.config_loader import load_config
 from services.heads.artifact import HeadsManifest, TrainedOn, check_target, load_artifact, write_heads
 from services.heads.auto import AUTO, cached_heads, trained_already
@@ -43,7 +43,7 @@ from specroll_core.heads import FutureTokenHeads
 _EVAL_TOKENS = 3000
 # Held-out tokens that the loss is reported on, over the whole vocabulary.
 _KL_TOKENS = 2000
-_HEADS, _RANK = 3, 256
+_USUAL = HeadsConfig()
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -78,7 +78,7 @@ def train_command(config_path: Path, overrides: Sequence[str], out: Path, option
         console.print("training heads for the model's own texts, once")
         shape = config.heads.heads, config.heads.rank
     else:
-        shape = options.heads or _HEADS, options.rank or _RANK
+        shape = options.heads or _USUAL.heads, options.rank or _USUAL.rank
     check_target(out)
     _check_options(options)
     target = _load(config, options.threads)

@@ -50,17 +50,13 @@ class HeadsRegistry:
         of its steps, it is moved to the newest sound one.
         """
         artifact = self._named()
-        if artifact is None and (usable := self._usable(below=None)):
-            self.store.point_latest(usable[-1])
-            artifact = self.store.open(usable[-1])
+        if artifact is None and (artifact := self._newest()) is not None:
+            self.store.point_latest(artifact.version)
         return artifact
 
     def peek(self) -> Artifact | None:
         """What `current` would give, with nothing moved: for whoever only looks."""
-        artifact = self._named()
-        if artifact is None and (usable := self._usable(below=None)):
-            artifact = self.store.open(usable[-1])
-        return artifact
+        return self._named() or self._newest()
 
     def publish(self, heads: FutureTokenHeads, manifest: HeadsManifest) -> Artifact:
         """Makes the next version the one to serve. Raises HeadsError where the heads cannot be served."""
@@ -111,6 +107,11 @@ class HeadsRegistry:
         except ArtifactError as error:
             log.error("the heads that `latest` names cannot be used: %s", error)
         return None
+
+    def _newest(self) -> Artifact | None:
+        """The newest sound version."""
+        usable = self._usable(below=None)
+        return self.store.open(usable[-1]) if usable else None
 
     def _usable(self, below: int | None) -> list[int]:
         found = []

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import torch
 
+from services.common.holdout import is_held_out
 from services.common.row_frames import prompt_name
 from services.config import Config
 from services.heads.collect import join, sample_completions
 from services.heads.parallel import WORTH_A_PROCESS, sample_in_processes
 from services.heads.target import TargetModel
 from services.machine import cores
-from services.watcher.holdout import is_held_out
 from specroll_core.head_training import HeadRows
 
 # Temperatures that heads are made and measured for beside the configuration's own: the two that are in common use.

@@ -65,15 +65,31 @@ def rotated(path: Path) -> Path:
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a `FeedbackLog`. Raises ValueError naming the line that is none."""
+    return (line for _, line in numbered_lines(path))
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The lines of a `FeedbackLog` with their numbers, from 1. Raises ValueError naming the one that is none."""
     try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
+        with path.open("rb") as file:  # a line that is no text has a number too
+            for number, raw in enumerate(file, 1):
                 try:
-                    value = json.loads(line)
-                    if not isinstance(value["kind"], str):
-                        raise TypeError("its kind is no word")
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"{path}, line {number} is no line of recorded feedback: {error}") from error
-                yield value
+                    line = _parsed(raw)
+                except (KeyError, ValueError, RecursionError) as error:
+                    raise wrong_line(path, number, error) from error
+                yield number, line
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def wrong_line(path: Path, number: int, error: Exception) -> ValueError:
+    """error: what a line that holds something else has led to."""
+    reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
+    return ValueError(f"{path}, line {number} is no line of recorded feedback: {reason}.")
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    line = json.loads(raw.decode())
+    if not isinstance(line, dict) or not isinstance(line["kind"], str):
+        raise ValueError("it must be an object whose kind is a text")
+    return line

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 from rich.console import Console
 
 from services.config_loader import load_config
+from services.watcher.drift_settings import drift_config
 from services.watcher.gate import GateReport, decide
 from services.watcher.recall import take_in
-from services.watcher.service import drift_config
+from services.watcher.records import numbered_lines, rotated, wrong_line
 from services.watcher.watch import Watch
 from specroll_core.drift import DriftConfig
 
@@ -33,17 +33,17 @@ def replay(file: Path, config_path: Path | None, overrides: Sequence[str]) -> in
     """
     again = _Replay(drift_config(load_config(config_path, overrides)))
     number = 0
-    for number, raw in _raw_lines(file):
+    for number, line in numbered_lines(file):
         try:
-            again.take(number, _parsed(raw))
+            again.take(number, line)
         except _WRONG_LINE as error:
-            raise ValueError(f"{file}, line {number} is no line of recorded feedback: {_reason(error)}.") from error
+            raise wrong_line(file, number, error) from error
     if not number:
         raise ValueError(f"{file} is empty: no feedback was recorded in it.")
     again.finish()
     if again.differing and config_path is None:
         again.say("the thresholds are those of no configuration; name the run's with --config")
-    if again.differing and (before := file.with_name(file.name + ".1")).exists():
+    if again.differing and (before := rotated(file)).exists():
         again.say(f"the log was begun anew when it had grown large, and what came before is in {before}")
     return 1 if again.differing else 0
 
@@ -135,26 +135,6 @@ def _decided_again(line: dict[str, Any]) -> GateReport:
     if not all(map(math.isfinite, (again.new, again.old, again.low, again.high))):
         raise ValueError("prompts must hold tokens and steps above 0")
     return again
-
-
-def _raw_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Bytes, so that a line that is no text has a number too."""
-    try:
-        with file.open("rb") as lines:
-            yield from enumerate(lines, 1)
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}.") from error
-
-
-def _parsed(raw: bytes) -> dict[str, Any]:
-    line = json.loads(raw.decode())
-    if not isinstance(line, dict) or not isinstance(line["kind"], str):
-        raise ValueError("it must be an object whose kind is a text")
-    return line
-
-
-def _reason(error: Exception) -> str:
-    return f"it lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
 
 
 def _numbers(facts: dict) -> str:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.common.holdout import is_held_out
 from services.common.row_frames import RowFrame
-from services.watcher.holdout import is_held_out
 
 # Policy versions after which a row counts half.
 _HALF_LIFE = 12.0

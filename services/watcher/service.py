@@ -31,6 +31,7 @@ from services.heads.registry import HeadsRegistry
 from services.rollout.heads_feedback import FEEDBACK_LIMITS
 from services.rollout.heads_file import HEADS_FILE, read_heads, weights_checksum
 from services.run_dir import RunDir
+from services.watcher.drift_settings import drift_config
 from services.watcher.first_version import first_version
 from services.watcher.fleet import Fleet
 from services.watcher.grpc_server import WatcherServicer
@@ -43,7 +44,7 @@ from services.watcher.rows import RowBuffer
 from services.watcher.statistics_reader import StatisticsReader
 from services.watcher.trainer import Trainer, TrainingFailed
 from specroll.v1 import watcher_pb2_grpc
-from specroll_core.drift import DriftConfig, DriftRecord
+from specroll_core.drift import DriftRecord
 
 log = logging.getLogger(__name__)
 
@@ -397,13 +398,3 @@ class Watcher:
 def _seen(result: dict[str, Any]) -> int:
     """Rows that there were for a job, those included that it left out: what there is later is counted alike."""
     return max(int(result["job"].get("seen", 0)), int(result["rows"]))
-
-
-def drift_config(config: Config) -> DriftConfig:
-    settings = config.watcher
-    return DriftConfig(
-        check_records=settings.check_records,
-        reference_records=4 * settings.check_records,
-        patience=settings.patience,
-        cooldown_seconds=settings.cooldown_seconds,
-    )
