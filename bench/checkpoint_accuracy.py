@@ -30,7 +30,7 @@ def main() -> int:
     config = load_config(options.config)
     torch.manual_seed(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(options.policy, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(options.policy, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(options.policy, dtype=getattr(torch, config.model.dtype)).eval()
     prompts = load_prompts(config.data, tokenizer, config.run.seed).holdout[: config.eval.prompts]
     verify = resolve(config.reward.verifier)
     rewards: list[float] = []

@@ -32,10 +32,14 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    """`source`: "bundled" (SmolLM2-135M-Instruct), a local Hugging Face directory, or a hub id."""
+    """`source`: "bundled" (SmolLM2-135M-Instruct), a local Hugging Face directory, or a hub id.
+
+    dtype: in which engine and learner compute. "auto" is bfloat16 where the machine multiplies in it, else float32;
+    loading a configuration replaces it by the one that it stands for.
+    """
 
     source: str = "bundled"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
 
 
 class DataConfig(Section):

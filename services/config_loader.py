@@ -20,6 +20,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 
 from services.config import Config
+from services.machine import computing_dtype
 
 REDACTED = "***"
 
@@ -75,9 +76,10 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     try:
         # By way of JSON, where strict mode still takes arrays for tuples and strings for paths, but neither
         # "8" nor true for a whole number.
-        return Config.model_validate_json(json.dumps(raw, default=str), strict=True)
+        config = Config.model_validate_json(json.dumps(raw, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError(_sentences(error.errors())) from None
+    return _for_this_machine(config)
 
 
 def dump(config: Config, redacted: bool = True) -> dict[str, Any]:
@@ -122,6 +124,13 @@ def check_resume(old: Mapping[str, Any], new: Config) -> None:
         problems.append(f"learner.steps = {steps_after} must be at least the {steps_before} of the run being resumed.")
     if problems:
         raise ConfigError(problems)
+
+
+def _for_this_machine(config: Config) -> Config:
+    """With what the machine decides filled in, so that it is written down with the run, and a resumed run keeps it."""
+    if config.model.dtype != "auto":
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": computing_dtype()})})
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -16,9 +16,9 @@ _HF_SECONDS = 300.0
 
 
 @contextlib.contextmanager
-def learner(model_dir: Path, cpus: Sequence[int]) -> Iterator[None]:
+def learner(model_dir: Path, dtype: str, cpus: Sequence[int]) -> Iterator[None]:
     """Trains the model on random tokens, with one thread on the given cores, for as long as the context lasts."""
-    command = [sys.executable, "-m", "services.bench.beside", "train", str(model_dir), ",".join(map(str, cpus))]
+    command = [sys.executable, "-m", "services.bench.beside", "train", str(model_dir), dtype, ",".join(map(str, cpus))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
         assert process.stdout is not None
@@ -33,10 +33,12 @@ def learner(model_dir: Path, cpus: Sequence[int]) -> Iterator[None]:
         process.wait(_START_SECONDS)
 
 
-def hf_rate(model_dir: Path, prompts: Sequence[Sequence[int]], tokens: int, temperature: float, threads: int) -> float:
+def hf_rate(
+    model_dir: Path, dtype: str, prompts: Sequence[Sequence[int]], tokens: int, temperature: float, threads: int
+) -> float:
     """Tokens per second of `transformers.generate` on all prompts at once."""
     task = json.dumps({"prompts": [list(p) for p in prompts], "tokens": tokens, "temperature": temperature})
-    command = [sys.executable, "-m", "services.bench.beside", "generate", str(model_dir), str(threads)]
+    command = [sys.executable, "-m", "services.bench.beside", "generate", str(model_dir), dtype, str(threads)]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(
         command, input=task, capture_output=True, text=True, timeout=_HF_SECONDS, env=environment, check=True
@@ -44,14 +46,14 @@ def hf_rate(model_dir: Path, prompts: Sequence[Sequence[int]], tokens: int, temp
     return float(done.stdout.splitlines()[-1])
 
 
-def _train(model_dir: str, cpus: str) -> None:
+def _train(model_dir: str, dtype: str, cpus: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     if cpus:
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     said = False
     while True:
@@ -65,13 +67,13 @@ def _train(model_dir: str, cpus: str) -> None:
             sys.stdout.flush()
 
 
-def _generate(model_dir: str, threads: str) -> None:
+def _generate(model_dir: str, dtype: str, threads: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     task = json.loads(sys.stdin.read())
     torch.set_num_threads(int(threads))
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
     longest = max(map(len, task["prompts"]))
     pad = model.generation_config.pad_token_id or 0
     ids = torch.tensor([[pad] * (longest - len(p)) + p for p in task["prompts"]])

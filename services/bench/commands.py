@@ -76,13 +76,17 @@ def measure(config: Config, options: BenchOptions) -> BenchResult:
     """Starts an engine, runs every arm, and stops it. Main thread only."""
     setting = _Setting.of(config, options)
     result = BenchResult(_environment(config, options, setting))
-    threads = setting.engine.threads
+    threads, dtype = setting.engine.threads, config.model.dtype
     if options.hf:
         for concurrency in options.concurrency:
             batch = [setting.prompts[i % len(setting.prompts)] for i in range(concurrency)]
-            rate = beside.hf_rate(setting.directory, batch, _HF_TOKENS, options.temperatures[0], threads)
+            rate = beside.hf_rate(
+                setting.directory, config.model.dtype, batch, _HF_TOKENS, options.temperatures[0], threads
+            )
             result.hf[concurrency] = rate
-    company = beside.learner(setting.directory, cores()[threads:]) if options.learner else contextlib.nullcontext()
+    company = (
+        beside.learner(setting.directory, dtype, cores()[threads:]) if options.learner else contextlib.nullcontext()
+    )
     with (
         setting.serving(config) as engine,
         asyncio.Runner() as runner,

@@ -50,7 +50,7 @@ class LearnerServicer(learner_pb2_grpc.LearnerServiceServicer):
             context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "the worker's configuration differs from the learner's in [model], [sampling], [reward] or run.seed; "
-                "start both from the same file",
+                "start both from the same file, and name model.dtype where the machines are of different kinds",
             )
         policy = self._policies.latest()
         if policy is None:

@@ -26,6 +26,7 @@ from services.common.logs import setup_logging
 from services.heads.artifact import load_artifact
 from services.heads.fingerprint import ModelFingerprint, output_weights
 from services.heads.train import FREQUENT, frequent_tokens, restrict
+from services.machine import computing_dtype
 from services.rollout.heads_file import save_heads
 from services.watcher.gate import shadow_evaluation
 from services.watcher.job import JobDirectory, TrainJob
@@ -75,15 +76,17 @@ def run(files: JobDirectory, should_stop: Callable[[], bool]) -> None:
     job = files.job()
     training, held_out = files.rows()
     model = ModelFingerprint.of(Path(job.policy_dir))
-    stored, embedding = output_weights(Path(job.policy_dir))
-    lm_head, embedding = stored.float(), embedding.float()
+    lm_head, embedding = output_weights(Path(job.policy_dir))
+    lm_head, embedding = lm_head.float(), embedding.float()
     serving = load_artifact(Path(job.heads_dir)).heads if job.heads_dir else None
     heads = _begin(job, serving, lm_head)
     rows = with_laws(training, lm_head, should_stop)
     ids = frequent_tokens(rows, lm_head.shape[0], FREQUENT)
     kept, coverage = restrict(rows, ids, lm_head.shape[0])
-    # The products with the LM head are most of the work, and in bfloat16 they take half as long at the same loss.
-    losses, steps = _train(files, job, heads, kept, stored[ids], embedding, should_stop, warm=serving is not None)
+    # The products with the LM head are most of the work, and in bfloat16, where the machine multiplies in it, they take
+    # half as long at the same loss.
+    products = lm_head[ids].to(getattr(torch, computing_dtype()))
+    losses, steps = _train(files, job, heads, kept, products, embedding, should_stop, warm=serving is not None)
     counts = torch.bincount(training.tokens, minlength=lm_head.shape[0])
     heads.vocabulary = counts.argsort(descending=True, stable=True)[: min(FREQUENT, int((counts > 0).sum()))]
     trained = time.monotonic()

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from services.config import Config
+from services.config import Config, ModelConfig
 from services.config_loader import ConfigError, check_resume, digest, dump, load_config
+from services.machine import computing_dtype
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
 
@@ -36,7 +37,14 @@ def test_there_are_examples():
 
 
 def test_no_file_gives_the_defaults():
-    assert load_config(None) == Config()
+    assert load_config(None, ["model.dtype=float32"]) == Config(model=ModelConfig(dtype="float32"))
+    assert Config().model.dtype == "auto"
+
+
+def test_loading_settles_what_the_machine_computes_in():
+    assert load_config(None).model.dtype == load_config(None, ["model.dtype=auto"]).model.dtype == computing_dtype()
+    assert load_config(None, ["model.dtype=bfloat16"]).model.dtype == "bfloat16"
+    assert dump(load_config(None))["model"]["dtype"] == computing_dtype()  # a resumed run keeps it
 
 
 @pytest.mark.parametrize(
@@ -97,7 +105,7 @@ def test_a_later_override_wins():
         ("sampling.stop=[1]", "sampling.stop[0] = 1 must be a string."),
         ("rollout.port=70000", "rollout.port = 70000 must be at most 65535."),
         ("logging.tensorboard=1", "logging.tensorboard = 1 must be true or false."),
-        ("model.dtype=fp8", "model.dtype = \"fp8\" must be one of 'bfloat16' or 'float32'."),
+        ("model.dtype=fp8", "model.dtype = \"fp8\" must be one of 'auto', 'bfloat16' or 'float32'."),
         ("learner=3", "learner = 3 must be a table."),
         ("learner.betas=[0.9, 0.95, 0.99]", "learner.betas does not have the right number of elements."),
         ("learner.steps.x=1", 'learner.steps = {"x": 1} must be a whole number.'),
@@ -179,14 +187,14 @@ def test_a_dump_loads_back_to_the_same_configuration(tmp_path):
     )
     again = Config.model_validate_json(json.dumps(dump(config, redacted=False)))
     assert again == config
-    assert Config.model_validate(dump(load_config(None))) == Config()
+    assert Config.model_validate(dump(Config())) == Config()
 
 
 def test_the_digest_covers_what_both_ends_share_and_nothing_else():
-    base = digest(load_config(None, ["model.source=/a/models/tiny"]))
+    mine = ["model.source=/a/models/tiny", "model.dtype=bfloat16"]
+    base = digest(load_config(None, mine))
     for same in ("learner.steps=3", "rollout.engine.threads=2", "run.dir=elsewhere", "model.source=/b/tiny"):
-        overrides = ["model.source=/a/models/tiny", same]
-        assert digest(load_config(None, overrides)) == base, same
+        assert digest(load_config(None, [*mine, same])) == base, same
     for other in (
         "sampling.top_p=0.5",
         "model.dtype=float32",
@@ -194,8 +202,7 @@ def test_the_digest_covers_what_both_ends_share_and_nothing_else():
         "reward.verifier=exact",
         "run.seed=1",
     ):
-        overrides = ["model.source=/a/models/tiny", other]
-        assert digest(load_config(None, overrides)) != base, other
+        assert digest(load_config(None, [*mine, other])) != base, other
 
 
 def test_resume_accepts_what_may_change():
@@ -230,8 +237,9 @@ def test_resume_accepts_what_may_change():
 )
 def test_resume_refuses_what_the_checkpoint_depends_on(override):
     name, _, _ = override.partition("=")
+    mine = ["model.dtype=bfloat16"]
     with pytest.raises(ConfigError) as caught:
-        check_resume(dump(load_config(None)), load_config(None, [override]))
+        check_resume(dump(load_config(None, mine)), load_config(None, [*mine, override]))
     (sentence,) = caught.value.problems
     assert sentence.startswith(f"{name} = ")
     assert sentence.endswith("as in the run being resumed.")
