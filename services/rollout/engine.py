@@ -19,8 +19,6 @@ from typing import Any, Literal, TypeVar
 import psutil
 
 from services.config import RESERVED_TOKENS, EngineConfig
-from services.heads.artifact import load_artifact
-from services.heads.fingerprint import ModelFingerprint
 from services.rollout import engine_process
 from services.rollout.completion import (
     Completion,
@@ -35,7 +33,6 @@ from services.rollout.completion import (
 )
 from services.rollout.heads_control import HeadsControl, check_start_heads
 from services.rollout.heads_feedback import spans_of
-from services.rollout.heads_file import load_heads
 from services.rollout.policy_check import PolicyShape, check_policy
 from services.rollout.sglang_plugin.heads_names import SPANS_KEY
 from services.rollout.sglang_plugin.spec_report import PARTS_KEY, STATS_KEY, count_rounds, rounds_of
@@ -46,8 +43,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MAX_STOP_STRINGS = 32  # SGLang's limit
-# A weight update takes as long as reading the files does; one that takes this long has lost its scheduler.
-UPDATE_TIMEOUT_SECONDS = 600.0
+# A scheduler answers between two steps, and loads weights as fast as their files are read. One that is silent for this
+# long, because its GPU hangs for example, is lost.
+ANSWER_SECONDS = 600.0
 
 
 class RolloutEngine:
@@ -185,7 +183,8 @@ class RolloutEngine:
     async def internal_state(self) -> dict[str, Any]:
         """What the scheduler says about itself, between two steps."""
         self._attach()
-        return (await self.or_failure(self._manager.get_internal_state()))[0]
+        answer = self._answered("say how it stands", self._manager.get_internal_state())
+        return (await self.or_failure(answer))[0]
 
     def close(self) -> None:
         """Ends SGLang's processes. Requests in flight raise EngineError. Safe to call twice."""
@@ -312,7 +311,8 @@ class RolloutEngine:
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
         began = time.perf_counter()
-        await self._manager.pause_generation(PauseGenerationReqInput(mode=pause_mode))
+        pause = self._manager.pause_generation(PauseGenerationReqInput(mode=pause_mode))
+        await self._answered("pause for a policy update", pause)
         try:
             reason = await self._load(model_dir, label)
             if reason is not None:
@@ -320,9 +320,11 @@ class RolloutEngine:
             self.policy_version, self._model_dir, self._label = version, model_dir, label
             if pause_mode == "retract" or not in_flight:
                 # Frees memory only: prefixes are keyed by policy and never reused for another one.
-                await self._manager.flush_cache()
+                await self._answered("empty its prefix cache", self._manager.flush_cache())
         finally:
-            await self._manager.continue_generation(ContinueGenerationReqInput())
+            if self._failure is None:
+                go_on = self._manager.continue_generation(ContinueGenerationReqInput())
+                await self._answered("go on after a policy update", go_on)
         return UpdateReport(time.perf_counter() - began, in_flight)
 
     async def _load(self, model_dir: Path, label: str) -> str | None:
@@ -330,9 +332,8 @@ class RolloutEngine:
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
         request = UpdateWeightFromDiskReqInput(model_path=str(model_dir), flush_cache=False, weight_version=label)
-        success, message, _ = await asyncio.wait_for(
-            self._manager.update_weights_from_disk(request, None), UPDATE_TIMEOUT_SECONDS
-        )
+        update = self._manager.update_weights_from_disk(request, None)
+        success, message, _ = await self._answered("load a policy", update)
         return None if success else message
 
     async def _roll_back(self, reason: str) -> None:
@@ -342,6 +343,14 @@ class RolloutEngine:
             self._fail(f"A policy update failed ({reason}) and so did going back to the previous policy ({second}).")
             raise EngineError(self._failure)
         raise PolicyUpdateError(f"The update failed ({reason}); policy {self.policy_version} is serving.")
+
+    async def _answered(self, what: str, answer: Awaitable[T]) -> T:
+        """The scheduler's answer; the engine is dead where it does not come in time."""
+        try:
+            return await asyncio.wait_for(answer, ANSWER_SECONDS)
+        except TimeoutError:
+            self._fail(f"The engine did not {what} within {ANSWER_SECONDS:g} s.")
+            raise EngineError(self._failure) from None
 
     def _attach(self) -> None:
         """Binds the engine to the running loop at the first call, and raises where it is dead."""
@@ -395,18 +404,6 @@ class RolloutEngine:
         task.cancel()
         await asyncio.wait({task})
         raise EngineError(self._failure)
-
-
-def _check_heads(path: Path, model: PolicyShape, model_dir: Path, policy_version: int) -> None:
-    if path.is_dir():  # with a manifest: more can be compared than shapes
-        load_artifact(path, ModelFingerprint.of(model_dir), lm_head_may_differ=policy_version > 0)
-    spec = load_heads(path).spec
-    ours, theirs = (spec.hidden, spec.vocab), (model.config["hidden_size"], model.vocab_size)
-    if ours != theirs:
-        raise ValueError(
-            f"rollout.engine.speculation.heads = {path} fits a hidden size and vocabulary of {ours}, but the model has "
-            f"{theirs}."
-        )
 
 
 def _label(version: int, update: int) -> str:

@@ -11,6 +11,7 @@ from sglang.srt.layers.attention.attention_registry import register_attention_ba
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from services.rollout.sglang_plugin import CPU_ATTENTION_BACKEND
+from services.rollout.sglang_plugin.shared_prompts import SharedPrompts
 from services.rollout.sglang_plugin.variables import (
     CPUS_VARIABLE,
     ENABLE_VARIABLE,
@@ -37,6 +38,8 @@ def register() -> None:
     HookRegistry.register(f"{_BATCH}.Req.__init__", _on_request, after)
     HookRegistry.register(f"{_BATCH}.Req.reset_for_retract", _stamp_policy_version, after)
     HookRegistry.register(f"{_SCHEDULER}.Scheduler.record_weight_version_change", _restamp_waiting, after)
+    prefill = SharedPrompts().prefill
+    HookRegistry.register(f"{_SCHEDULER}.Scheduler.get_new_batch_prefill", prefill, HookType.AROUND)
     if os.environ.get(SAMPLER_VARIABLE) != "sglang":
         HookRegistry.register("sglang.srt.layers.sampler.create_sampler", _make_sampler, replace)
         target = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
@@ -74,12 +77,12 @@ def _register_speculation() -> None:
 
 def _register_layers() -> None:
     """Layers that SGLang computes in plain PyTorch, in fewer or faster operations."""
-    from services.rollout.sglang_plugin.packed_linear import PackedLinear, supported
+    from services.rollout.sglang_plugin.packed_linear import PackedLinear, types_laid_out
     from services.rollout.sglang_plugin.rotary import rotate
 
     target = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native"
     HookRegistry.register(target, rotate, HookType.AROUND)
-    if supported():
+    if types_laid_out():
         packed = PackedLinear()
         target = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
         HookRegistry.register(f"{target}.process_weights_after_loading", packed.pack, HookType.AFTER)

@@ -334,6 +334,19 @@ def test_finishing_by_stop_token_stop_string_and_length(engine, run, model, tiny
     assert len(by_string.logprobs) == end
 
 
+def test_requests_that_come_together_compute_their_prompt_once(engine, run):
+    async def together(prompts):
+        four = SamplingParams(max_new_tokens=4, ignore_eos=True)
+        samples = [engine.generate(p, four, request_id=f"t{next(_ids)}") for p in prompts]
+        return [completion.cached_tokens for completion in await asyncio.gather(*samples)]
+
+    # The last position is always computed: the first token is sampled from it.
+    assert sorted(run(together([[5, *range(10, 40)]] * 4))) == [0, 30, 30, 30]  # 90 tokens less
+    # Too short to wait for, and all different.
+    assert sorted(run(together([[6, 7, 8]] * 3)))[0] == 0
+    assert run(together([[n, *range(40, 60)] for n in range(20, 24)])) == [0] * 4
+
+
 def test_a_stream_adds_up_to_its_completion(engine, run):
     async def go():
         stream = engine.stream([1, 9], SamplingParams(max_new_tokens=25, ignore_eos=True), request_id="s")

@@ -15,6 +15,7 @@ SCRIPT = """
 import asyncio, os, signal, sys, zmq
 from pathlib import Path
 from services.config import EngineConfig
+from services.rollout import engine as engine_module
 from services.rollout.completion import EngineError
 from services.rollout.engine import RolloutEngine
 from specroll_core.contracts import SamplingParams
@@ -33,12 +34,27 @@ def main():
         async for _ in engine.stream([9], SamplingParams(max_new_tokens=3, ignore_eos=True), request_id="first"):
             pass
         print("sampling", flush=True)
+        if "asks" in sys.argv:
+            await ask()
         results = await asyncio.gather(*requests, return_exceptions=True)
         print("failed", sum(isinstance(r, EngineError) for r in results), flush=True)
         try:
             await engine.generate([1], endless, request_id="late")
         except EngineError as error:
             print("refused", error, flush=True)
+
+    async def ask():
+        order, seconds = (await asyncio.to_thread(sys.stdin.readline)).split()
+        engine_module.ANSWER_SECONDS = float(seconds)
+        answer = {
+            "update": lambda: engine.update_policy(Path(sys.argv[1]), 1, pause_mode="retract"),
+            "state": engine.internal_state,
+        }[order]()
+        print("asking", flush=True)
+        try:
+            await answer
+        except EngineError as error:
+            print("unanswered", error, flush=True)
 
     asyncio.run(serve())
     if "close" in sys.argv:
@@ -76,6 +92,10 @@ class Service:
             if head == word:
                 return rest
         raise AssertionError(f"the service ended before it said {word!r}")
+
+    def order(self, *words):
+        self.process.stdin.write(" ".join(words) + "\n")
+        self.process.stdin.flush()
 
     def kill(self):
         self.process.kill()
@@ -129,3 +149,29 @@ def test_nothing_outlives_a_service_that_is_killed(service):
     running.expect("sampling")
     running.kill()
     await_gone(pids)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("order", "what"), [("update", "load a policy"), ("state", "say how it stands")])
+def test_a_scheduler_that_hangs_is_given_up_after_a_time(service, order, what):
+    running = service("asks")
+    scheduler = int(running.expect("pids").split()[0])
+    running.expect("sampling")
+    os.kill(scheduler, signal.SIGSTOP)
+    running.order(order, "2")
+    assert running.expect("unanswered") == f"The engine did not {what} within 2 s."
+    assert running.expect("failed") == "3"
+    assert running.expect("refused") == f"The engine did not {what} within 2 s."
+
+
+@pytest.mark.engine
+def test_a_scheduler_that_dies_during_a_policy_update_is_named(service):
+    running = service("asks")
+    scheduler = int(running.expect("pids").split()[0])
+    running.expect("sampling")
+    os.kill(scheduler, signal.SIGSTOP)  # so that it cannot be done before it is killed
+    running.order("update", "600")
+    running.expect("asking")
+    os.kill(scheduler, signal.SIGKILL)
+    assert running.expect("unanswered") == f"The engine's process {scheduler} ended with exit code -9."
+    assert running.expect("failed") == "3"
