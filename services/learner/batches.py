@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 # How long one read blocks: bounds the answer to a stop signal and to an expired lease.
 _READ_SECONDS = 0.2
+_READ_ENTRIES = 64
 # A learner that waits says so this often.
 _SAY_SECONDS = 15.0
 
@@ -56,11 +57,13 @@ class BatchAssembler:
         started = said = time.monotonic()
         while not stop.is_set():
             alive()
-            for lease in self._desk.expire():
-                self.counters["expired"] += 1
-                log.warning("the lease of group %d expired: worker %s is not heard of", lease.serial, lease.worker_id)
-            for entry in self._consumer.read(max_entries=64, block_seconds=_READ_SECONDS):
+            entries = self._consumer.read(max_entries=_READ_ENTRIES, block_seconds=_READ_SECONDS)
+            for entry in entries:
                 self._take(entry)
+            # A worker renews the lease of what it samples, and not of what it has published. During a step, which may
+            # take longer than a lease, nobody reads: only when all is read is a late group a missing one.
+            if len(entries) < _READ_ENTRIES:
+                self._expire()
             chosen = self._desk.next_batch()
             if chosen is not None:
                 return [self._ready[group_id][1] for group_id in chosen]
@@ -74,6 +77,11 @@ class BatchAssembler:
                 said = now
                 log.info("waiting for a batch: %s", self._desk.waiting_for())
         return None
+
+    def _expire(self) -> None:
+        for lease in self._desk.expire():
+            self.counters["expired"] += 1
+            log.warning("the lease of group %d expired: worker %s is not heard of", lease.serial, lease.worker_id)
 
     def complete(self, groups: list[TrajectoryGroup]) -> None:
         """The step on these groups is done."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,17 +38,26 @@ def client(tmp_path_factory) -> Iterator:
 class Learner:
     """The learner's reading end, without training."""
 
-    def __init__(self, client, keys: RunKeys, *, incarnation: str = "a", state: LedgerState | None = None) -> None:
+    def __init__(
+        self,
+        client,
+        keys: RunKeys,
+        *,
+        incarnation: str = "a",
+        state: LedgerState | None = None,
+        config: Config = CONFIG,
+        limits: StreamLimits = LIMITS,
+    ) -> None:
         prompts = PromptSet(
             train=tuple(Prompt(ids=(i + 1,), answer="", index=i) for i in range(50)),
             holdout=(), duplicates=0, too_long=0, seed=0,
         )  # fmt: skip
-        self.desk = LeaseDesk(CONFIG, prompts, incarnation=incarnation, state=state)
+        self.desk = LeaseDesk(config, prompts, incarnation=incarnation, state=state)
         self.desk.open()
         self.lock = ExclusiveLock(client, keys, "learner", lifetime_seconds=2.0)
         self.lock.acquire(10.0)
-        consumer = StreamConsumer(client, keys.trajectories, LIMITS, f"learner-{incarnation}", lock=self.lock)
-        self.batches = BatchAssembler(consumer, self.desk, LIMITS, batch_timeout=20.0)
+        consumer = StreamConsumer(client, keys.trajectories, limits, f"learner-{incarnation}", lock=self.lock)
+        self.batches = BatchAssembler(consumer, self.desk, limits, batch_timeout=20.0)
         self.batches.adopt()
 
     def lease(self, count: int, version: int = 0) -> list[PromptGroup]:
@@ -67,7 +77,7 @@ def keys() -> RunKeys:
 
 def publish(client, keys: RunKeys, lease: PromptGroup, **changes) -> None:
     group = simple_group(lease.group_id, lease_id=lease.lease_id, version=lease.policy_version)
-    StreamProducer(client, keys.trajectories, LIMITS).publish(
+    StreamProducer(client, keys.trajectories, StreamLimits(max_entries=200)).publish(
         serialize_trajectory_group(replace(group, **changes)), dedup_key=lease.lease_id, deadline_seconds=5.0
     )
 
@@ -120,6 +130,40 @@ def test_a_crash_between_checkpoint_and_acknowledgement_trains_nothing_twice(cli
     assert second.batches.counters["duplicate"] == 2
     assert not set(second.step()) & set(trained)
     second.lock.release()
+
+
+@pytest.mark.parametrize("batch_groups", [2, 40])
+def test_groups_that_came_during_a_step_longer_than_a_lease_are_not_sampled_again(client, keys, batch_groups) -> None:
+    config = CONFIG.model_copy(
+        update={
+            "learner": CONFIG.learner.model_copy(
+                update={"lease_seconds": 0.4, "batch_groups": batch_groups, "max_staleness": 1}
+            )
+        }
+    )
+    limits = StreamLimits(max_entries=200)
+    learner = Learner(client, keys, config=config, limits=limits)
+    leases = learner.lease(2 * batch_groups)  # more than one read takes in, where a batch has forty groups
+    assert len(leases) == 2 * batch_groups
+    for lease in leases[:-1]:
+        publish(client, keys, lease)
+    time.sleep(0.5)  # the learner trains; the worker renews only what it samples, and of the last group is not heard
+    again: list[PromptGroup] = []
+
+    def lease_the_missing_one() -> None:  # at every turn of waiting, as a worker would
+        if not again and learner.batches.counters["expired"]:
+            again.extend(learner.lease(1))
+            publish(client, keys, again[0])
+
+    for _ in range(2):
+        groups = learner.batches.next_batch(threading.Event(), lease_the_missing_one)
+        assert groups is not None
+        assert len(groups) == batch_groups
+        learner.batches.complete(groups)
+    assert [lease.group_id for lease in again] == [leases[-1].group_id]
+    assert learner.batches.counters["accepted"] == 2 * batch_groups
+    assert learner.batches.counters["expired"] == learner.desk.counts()["expired_total"] == 1
+    learner.lock.release()
 
 
 def test_a_message_that_breaks_the_contract_goes_to_the_dead_letters(client, keys) -> None:
