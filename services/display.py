@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,17 @@ from rich.console import Console
 
 from services.config import Config
 from services.run_dir import RunDir
+
+# The watcher's records that are counted at the end, one and many.
+_WATCHED = {
+    "check": ("check", "checks"),
+    "training": ("training", "trainings"),
+    "published": ("new version of the heads", "new versions of the heads"),
+    "repaired": ("repair", "repairs"),
+    "rolled_back": ("roll-back", "roll-backs"),
+    "alarm": ("alarm", "alarms"),
+}
+_ALWAYS_SAID = ("check", "training", "published")
 
 
 class Display:
@@ -108,7 +120,24 @@ def print_report(run_dir: RunDir) -> None:
     for name, value in _rows(report):
         # Plain lines and no table: paths are long, and a path that is cut off cannot be copied.
         console.print(f"  {name:<24}{value}", markup=False)
+    if (seen := watched(run_dir.metrics / "watcher.jsonl")) is not None:
+        console.print(f"  {'watcher':<24}{seen}", markup=False)
     console.print(f"  {'report':<24}{run_dir.report}", markup=False)
+
+
+def watched(metrics: Path) -> str | None:
+    """What the watcher has seen and done since the run was begun; None where there was none.
+
+    metrics: its records, one JSON line each.
+    """
+    try:
+        kinds = Counter(json.loads(line)["kind"] for line in metrics.read_text().splitlines())
+    except FileNotFoundError:
+        return None
+    if not kinds:
+        return "no check: too little was drafted"
+    said = {kind: words for kind, words in _WATCHED.items() if kinds[kind] or kind in _ALWAYS_SAID}
+    return ", ".join(f"{kinds[kind]} {words[kinds[kind] != 1]}" for kind, words in said.items())
 
 
 def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
