@@ -77,12 +77,12 @@ def _register_speculation() -> None:
 
 def _register_layers() -> None:
     """Layers that SGLang computes in plain PyTorch, in fewer or faster operations."""
-    from services.rollout.sglang_plugin.packed_linear import PackedLinear, types_laid_out
+    from services.rollout.sglang_plugin.packed_linear import PackedLinear, supported
     from services.rollout.sglang_plugin.rotary import rotate
 
     target = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native"
     HookRegistry.register(target, rotate, HookType.AROUND)
-    if types_laid_out():
+    if supported():
         packed = PackedLinear()
         target = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod"
         HookRegistry.register(f"{target}.process_weights_after_loading", packed.pack, HookType.AFTER)

@@ -1,16 +1,12 @@
-"""Products on a CPU with weights that are laid out once for the products that read them.
+"""Products on a CPU with bfloat16 weights that are laid out once for the products that read them.
 
-In bfloat16 oneDNN lays a weight matrix out anew in every product: kept laid out beside the weights themselves, which
-updates and checksums go on using, a product of one row takes about half as long. In float32, which serves where the
-processor has no products in bfloat16, PyTorch asks MKL: oneDNN takes as long for one row, three quarters for 4 to 16,
-and half for an LM head. SGLang says whenever weights have been loaded, at the start and after each policy update:
-linear layers are laid out then, an LM head, which may be the embedding as well, when it is next used as one.
+oneDNN lays a weight matrix out anew in every product. Kept laid out beside the weights themselves, which updates and
+checksums go on using, a product of one row takes about half as long. SGLang says whenever weights have been loaded, at
+the start and after each policy update: linear layers are laid out then, an LM head, which may be the embedding as well,
+when it is next used as one.
 """
 
 from __future__ import annotations
-
-import functools
-import platform
 
 import torch
 from torch import Tensor
@@ -22,24 +18,18 @@ _MOST_BYTES = 4 << 30
 _TYPICAL_ROWS = 16
 
 
-@functools.cache
-def types_laid_out() -> frozenset[torch.dtype]:
-    """Those whose products gain by it on this processor."""
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
-        return frozenset()
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return frozenset((torch.bfloat16,))
-    return frozenset((torch.float32,)) if platform.machine() == "x86_64" else frozenset()
+def supported() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 def lay_out(weight: Tensor) -> Tensor:
-    """weight: [out, in] of one of these types. Returns what `product` reads."""
+    """weight: [out, in] bfloat16. Returns what `product` reads."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TYPICAL_ROWS)
     return packed
 
 
 def product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x: [..., in] of the weights' type. Returns [..., out]."""
+    """x: [..., in] bfloat16. Returns [..., out]."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return out
 
@@ -60,7 +50,7 @@ class PackedLinear:
     @staticmethod
     def apply(original, method, layer, x: Tensor, bias: Tensor | None = None) -> Tensor:
         packed = getattr(layer, _PACKED, None)
-        if packed is None or x.dtype != packed.dtype:
+        if packed is None or x.dtype != torch.bfloat16:
             return original(method, layer, x, bias)
         return product(x, packed, bias)
 
@@ -78,7 +68,7 @@ class PackedLinear:
             and not getattr(lm_head, "use_intel_amx_backend", False)
             and not processor.use_fp32_lm_head
             and processor.rl_on_policy_target is None
-            and hidden.dtype == lm_head.weight.dtype
+            and hidden.dtype == torch.bfloat16
         )
         packed = getattr(lm_head, _PACKED, None) if plain else None
         if plain and packed is None and self._reserve(lm_head):
@@ -94,7 +84,7 @@ class PackedLinear:
             return True  # as before
         weight = layer.weight
         size = weight.numel() * weight.itemsize
-        if weight.dtype not in types_laid_out() or weight.device.type != "cpu" or self._bytes + size > _MOST_BYTES:
+        if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or self._bytes + size > _MOST_BYTES:
             return False
         self._bytes += size
         return True
