@@ -22,7 +22,7 @@ from services.common.keys import RunKeys
 from services.common.lifecycle import free_port, wait_until
 from services.common.redis_client import connect
 from services.common.row_stream import RowStream
-from services.common.run_board import RunBoard
+from services.common.run_board import LINE_SECONDS, RunBoard
 from services.common.streams import StreamProducer
 from services.config import Config, SecurityConfig
 from services.heads.artifact import load_artifact
@@ -78,7 +78,7 @@ class Worker:
     """A worker's gRPC service on a thread's event loop."""
 
     def __init__(self, name, board, cache, *, sees_files=True):
-        self.name, self.control = name, StandIn()
+        self.name, self.board, self.control = name, board, StandIn()
         store = PolicyStore(cache)
         if not sees_files:
             store.at_path = lambda _: None
@@ -88,7 +88,10 @@ class Worker:
         self.thread = threading.Thread(target=self.loop.run_until_complete, args=(self.serve(store, sees_files),))
         self.thread.start()
         assert self.ready.wait(20)
-        board.announce(name, f"127.0.0.1:{self.port}")
+        self.announce()
+
+    def announce(self):
+        self.board.announce(self.name, f"127.0.0.1:{self.port}")
 
     async def serve(self, store, sees_files):
         self.stopped = asyncio.Event()
@@ -103,7 +106,11 @@ class Worker:
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, server.grpc)
         await server.start()
         self.ready.set()
-        await self.stopped.wait()
+        while not self.stopped.is_set():
+            try:
+                await asyncio.wait_for(self.stopped.wait(), LINE_SECONDS / 4)
+            except TimeoutError:
+                await asyncio.to_thread(self.announce)
         await server.stop()
 
     async def status(self):
