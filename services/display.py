@@ -34,7 +34,9 @@ class Display:
         self._config = config
         self._run_dir = run_dir
         self._console = Console(stderr=False, highlight=False, soft_wrap=True)
-        self._metrics = Tail(run_dir.metrics / "learner.jsonl")
+        learner = run_dir.metrics / "learner.jsonl"
+        # A resumed run shows what is new, not what an earlier process wrote.
+        self._metrics = Tail(learner, learner.stat().st_size if learner.exists() else 0)
         self._status = (
             self._console.status("starting Redis, the engine and the learner") if sys.stdout.isatty() else None
         )
@@ -92,12 +94,14 @@ class Display:
 
 
 class Tail:
-    """The lines added to a JSONL file since the last call. The file need not exist yet."""
+    """The lines added to a JSONL file since the last call, at first from byte `at` on.
 
-    def __init__(self, path: Path) -> None:
+    One that is not whole yet is left for later. The file need not exist yet.
+    """
+
+    def __init__(self, path: Path, at: int) -> None:
         self._path = path
-        # A resumed run shows what is new, not what an earlier process wrote.
-        self._at = path.stat().st_size if path.exists() else 0
+        self._at = at
 
     def new_lines(self) -> Iterator[dict[str, Any]]:
         try:
@@ -113,7 +117,7 @@ class Tail:
 
 
 def print_report(run_dir: RunDir) -> None:
-    """The end of a run in a table; the same figures, and more, are in report.json."""
+    """The end of a run in a table. The learner's figures, and more, are in report.json."""
     report = json.loads(run_dir.report.read_text())
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"\nrun {report['run_id']}", markup=False)
@@ -130,10 +134,9 @@ def watched(metrics: Path) -> str | None:
 
     metrics: its records, one JSON line each.
     """
-    try:
-        kinds = Counter(json.loads(line)["kind"] for line in metrics.read_text().splitlines())
-    except FileNotFoundError:
+    if not metrics.exists():
         return None
+    kinds = Counter(line["kind"] for line in Tail(metrics, 0).new_lines())
     if not kinds:
         return "no check: too little was drafted"
     said = {kind: words for kind, words in _WATCHED.items() if kinds[kind] or kind in _ALWAYS_SAID}

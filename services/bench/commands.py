@@ -80,9 +80,7 @@ def measure(config: Config, options: BenchOptions) -> BenchResult:
     if options.hf:
         for concurrency in options.concurrency:
             batch = [setting.prompts[i % len(setting.prompts)] for i in range(concurrency)]
-            rate = beside.hf_rate(
-                setting.directory, config.model.dtype, batch, _HF_TOKENS, options.temperatures[0], threads
-            )
+            rate = beside.hf_rate(setting.directory, dtype, batch, _HF_TOKENS, options.temperatures[0], threads)
             result.hf[concurrency] = rate
     company = (
         beside.learner(setting.directory, dtype, cores()[threads:]) if options.learner else contextlib.nullcontext()

@@ -33,5 +33,12 @@ def test_the_watchers_records_are_counted(tmp_path, kinds, line):
     assert watched(records(tmp_path, *kinds)) == line
 
 
+def test_a_line_that_a_kill_left_unfinished_does_not_stop_the_report(tmp_path):
+    path = records(tmp_path, "check")
+    with path.open("a") as file:
+        file.write('{"kind": "tra')
+    assert watched(path) == "1 check, 0 trainings, 0 new versions of the heads"
+
+
 def test_a_run_without_a_watcher_says_nothing(tmp_path):
     assert watched(tmp_path / "watcher.jsonl") is None

@@ -75,9 +75,9 @@ def keys() -> RunKeys:
     return RunKeys(f"test-{uuid.uuid4().hex}")
 
 
-def publish(client, keys: RunKeys, lease: PromptGroup, **changes) -> None:
+def publish(client, keys: RunKeys, lease: PromptGroup, limits: StreamLimits = LIMITS, **changes) -> None:
     group = simple_group(lease.group_id, lease_id=lease.lease_id, version=lease.policy_version)
-    StreamProducer(client, keys.trajectories, StreamLimits(max_entries=200)).publish(
+    StreamProducer(client, keys.trajectories, limits).publish(
         serialize_trajectory_group(replace(group, **changes)), dedup_key=lease.lease_id, deadline_seconds=5.0
     )
 
@@ -146,14 +146,14 @@ def test_groups_that_came_during_a_step_longer_than_a_lease_are_not_sampled_agai
     leases = learner.lease(2 * batch_groups)  # more than one read takes in, where a batch has forty groups
     assert len(leases) == 2 * batch_groups
     for lease in leases[:-1]:
-        publish(client, keys, lease)
+        publish(client, keys, lease, limits)
     time.sleep(0.5)  # the learner trains; the worker renews only what it samples, and of the last group is not heard
     again: list[PromptGroup] = []
 
     def lease_the_missing_one() -> None:  # at every turn of waiting, as a worker would
         if not again and learner.batches.counters["expired"]:
             again.extend(learner.lease(1))
-            publish(client, keys, again[0])
+            publish(client, keys, again[0], limits)
 
     for _ in range(2):
         groups = learner.batches.next_batch(threading.Event(), lease_the_missing_one)

@@ -38,7 +38,6 @@ class Scheduler:
         self.disable_radix_cache = disable_radix_cache
         self.delay, self.room, self.calls = delay, room, itertools.count()
         self.now, self.known = 0, {}
-        self.batches = []
         monkeypatch.setattr(shared_prompts, "_missing", self.missing)
 
     def missing(self, one, cache):
@@ -49,7 +48,6 @@ class Scheduler:
         admitted, self.waiting_queue = self.waiting_queue[: self.room], self.waiting_queue[self.room :]
         for one in admitted:
             self.known.setdefault((one.extra_key, bytes(one.origin_input_ids)), self.now + self.delay)
-        self.batches.append(admitted)
         return admitted
 
     def step(self, hook, running=1, **batch):
