@@ -43,6 +43,8 @@ def take_in(watch: Watch, kind: str, line: Mapping[str, Any]) -> Events:
         watch.improving = bool(line.get("improving", True))
     elif kind == "rolled_back":
         watch.rolled_back(int(line["to"]))
+    elif kind == "blind":
+        watch.blind = True
     elif kind == "repaired" and line.get("workers", 1):  # with none, nothing had been put right
         watch.repaired()
     elif kind == "refused" and not line["stale"]:
@@ -95,5 +97,7 @@ def _take_in_rows(known: Recalled, kind: str, line: Mapping[str, Any]) -> None:
         known.healthy = str(line.get("row", known.healthy))
     elif kind == "degraded":
         known.fresh, known.needed = str(line.get("row", known.fresh)), None
+    elif kind == "blind":
+        known.needed = None
     elif kind in ("published", "refused") and "needed" in line:
         known.needed = int(line["needed"])

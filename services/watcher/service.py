@@ -31,6 +31,7 @@ from services.heads.registry import HeadsRegistry
 from services.rollout.heads_feedback import FEEDBACK_LIMITS
 from services.rollout.heads_file import HEADS_FILE, read_heads, weights_checksum
 from services.run_dir import RunDir
+from services.watcher.drafted_share import DraftedShare
 from services.watcher.drift_settings import drift_config
 from services.watcher.first_version import first_version
 from services.watcher.fleet import Fleet
@@ -79,8 +80,10 @@ class Watcher:
         self.lock.acquire(_LOCK_SECONDS)
         name = f"watcher-{secrets.token_hex(4)}"
         consumer = StreamConsumer(client, keys.feedback, FEEDBACK_LIMITS, name, lock=self.lock)
+        # In tokens that bring as many rows as training begins with, and as many as are kept.
+        self.share = DraftedShare(settings.min_rows / settings.row_fraction, settings.max_rows / settings.row_fraction)
         self.statistics = StatisticsReader(
-            consumer, self._take_record, lambda: self.metrics.count("feedback/malformed/total")
+            consumer, self._take_record, self.share.add, lambda: self.metrics.count("feedback/malformed/total")
         )
         self.board = RunBoard(client, keys)
         self.registry = HeadsRegistry(run_dir.root / "heads", keep=settings.keep_versions)
@@ -168,7 +171,17 @@ class Watcher:
             row = {"row": self.rows.healthy} if kind in ("check", "degraded") else {}
             self._event(kind, **facts, **row)
 
+    def _look_at_share(self) -> None:
+        watch = self.watch
+        wants = not watch.version or watch.improving or watch.degraded_since is not None
+        if not self.share.found_blind() or wants:
+            return
+        watch.blind = True
+        self._needed = self.config.watcher.min_rows
+        self._event("blind", version=watch.version, drafted=self.share.last)
+
     def _tend_training(self) -> None:
+        self._look_at_share()
         if self.watch.wants_rollback:
             self._roll_back(self.watch.wants_rollback)
         self._look_at_copies()

@@ -1,6 +1,7 @@
 """What the watcher decides: when to train, what to publish, when to take it back. No I/O of its own.
 
 no heads, enough rows ------------> train
+too little drafted to see a fall -> train; the next time after twice as many tokens
 degraded for a while -------------> put the serving copies right where they are not what was published, else train
 trained, and the gate passes -----> publish, swap, and watch the new version against what the old one did;
                                     once there are twice the rows, train again: few rows bring most of the gain
@@ -53,6 +54,7 @@ class Watch:
         self.degraded_since: float | None = None
         self.wants_rollback = ""
         self.improving = False
+        self.blind = False
         self._alarmed = False
         self.last: DriftCheck | None = None
         self.records = 0
@@ -63,7 +65,7 @@ class Watch:
 
     def wants_training(self, now: float) -> bool:
         """now: seconds, of the clock that records bear."""
-        needed = self.version == 0 or self.degraded_since is not None or self.improving
+        needed = self.version == 0 or self.degraded_since is not None or self.improving or self.blind
         return needed and not self.wants_rollback and now >= self._not_before
 
     def observe(self, record: DriftRecord) -> Events:
@@ -116,10 +118,10 @@ class Watch:
         if undecided:
             self.postponed(now)
             return
-        if self.improving and self.degraded_since is None:
-            self.improving = False  # more rows than the last time bring no more: these heads are as good as they get
-            return
-        self.improving = False
+        tried = self.improving or self.blind
+        self.improving = self.blind = False
+        if tried and self.degraded_since is None:
+            return  # more rows, or those of the present policy, bring no more: these heads are as good as they get
         self._refusals += 1
         pause = max(1.0, self._config.cooldown_seconds) * 2**self._refusals
         self._not_before = now + min(pause, _LONGEST_PATIENCE_SECONDS)
@@ -140,6 +142,7 @@ class Watch:
         self.version = version
         self.detector.reset(version)
         self.degraded_since = None
+        self.blind = False
         self.wants_rollback = ""
         self._alarmed = False
 

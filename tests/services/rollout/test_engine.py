@@ -340,8 +340,8 @@ def test_requests_that_come_together_compute_their_prompt_once(engine, run):
         samples = [engine.generate(p, four, request_id=f"t{next(_ids)}") for p in prompts]
         return [completion.cached_tokens for completion in await asyncio.gather(*samples)]
 
-    # Long enough that even one request waits: the scheduler may find them in its queue in any portions. The last position
-    # is always computed: the first token is sampled from it.
+    # Long enough that even one request waits: the scheduler may find them in its queue in any portions. The last
+    # position is always computed: the first token is sampled from it.
     assert sorted(run(together([[5, *range(10, 80)]] * 4))) == [0, 70, 70, 70]
     assert run(together([[n, *range(40, 60)] for n in range(20, 24)])) == [0] * 4
 

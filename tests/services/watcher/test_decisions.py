@@ -19,6 +19,7 @@ from services.rollout.heads_file import save_heads
 from services.watcher.job import JobDirectory
 from services.watcher.service import Watcher
 from services.watcher.trainer import Trainer
+from specroll.v1 import feedback_pb2
 from specroll_core.heads import FutureTokenHeads, HeadsSpec
 from tests.core.test_drift import stream
 from tests.services.watcher.test_heads_trainer import buffer  # noqa: F401
@@ -133,6 +134,40 @@ def test_a_policy_that_cannot_be_had_is_asked_for_again_after_a_pause(at_rest, s
     for _ in range(3):
         watcher._tend_training()
     assert len(events(setting, "training_postponed")) == 1
+
+
+def trajectory(tokens, *, drafted):
+    """Of so many tokens, a share `drafted` in rounds that accepted one node."""
+    cell = feedback_pb2.RoundCounts(heads_version=1, drafted=4, accepted=[0, round(tokens * drafted / 2)])
+    return feedback_pb2.TrajectoryFeedback(prompt="p", temperature=1.0, tokens=tokens, finished_at=1.0, rounds=[cell])
+
+
+def test_where_next_to_nothing_is_drafted_heads_are_trained_all_the_same(at_rest, setting, tiny_dir, tmp_path):  # noqa: F811
+    watcher = at_rest(min_rows=100, max_rows=400, row_fraction=0.5)
+    watcher._needed = 999
+
+    def after(tokens, drafted):
+        watcher.share.add(trajectory(tokens, drafted=drafted))
+        watcher._tend_training()
+        return watcher.watch.blind, len(events(setting, "blind"))
+
+    assert after(200, drafted=0.5) == (False, 0)
+    assert watcher._needed == 999
+    assert after(198, drafted=0.1) == (False, 0)  # 99 rows
+    assert after(2, drafted=0.1) == (True, 1)
+    assert watcher._needed == 100
+    assert watcher._waits_for == "100 rows"
+    assert events(setting, "blind")[-1]["drafted"] == pytest.approx(0.1)
+    watcher._judge(files(tmp_path, at_rest.spec), result(tiny_dir, rows=100, seen=100))
+    assert not watcher.watch.blind
+    assert after(398, drafted=0.1) == (False, 1)
+    assert after(2, drafted=0.1) == (True, 2)
+
+    # A training that is wanted anyway takes the rows that it was to take.
+    watcher._judge(files(tmp_path, at_rest.spec), result(tiny_dir, rows=100, seen=100, passed=True))
+    assert (watcher.watch.improving, watcher.watch.blind, watcher._needed) == (True, False, 200)
+    assert after(800, drafted=0.1) == (False, 2)
+    assert watcher._needed == 200
 
 
 def test_what_training_waits_for_is_said_once(at_rest, caplog, buffer):  # noqa: F811
