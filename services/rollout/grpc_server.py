@@ -90,7 +90,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return trajectory_group_to_proto(group)
 
     async def UpdatePolicy(self, request_iterator, context):
-        header = (await anext(aiter(request_iterator))).header
+        header = (await anext(aiter(request_iterator), rollout_pb2.UpdatePolicyRequest())).header
         ref = header.policy
         if not ref.digest:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a header with a policy")
@@ -116,7 +116,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     async def SwapHeads(self, request_iterator, context):
-        header = (await anext(aiter(request_iterator))).header
+        header = (await anext(aiter(request_iterator), rollout_pb2.SwapHeadsRequest())).header
         if not header.heads.digest:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a header with heads")
         try:

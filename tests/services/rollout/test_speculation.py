@@ -92,6 +92,28 @@ def test_greedy_equals_transformers_in_fewer_steps(engine, run, model):
     assert tokens > 1.5 * steps
 
 
+def test_a_stream_brings_the_blocks_of_its_rounds(engine, run, model):
+    """No delta is cut short or said twice, and each holds the tokens of one round at most."""
+
+    async def go():
+        law = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
+        return [delta async for delta in engine.stream(PROMPTS[0], law, request_id="blocks")]
+
+    deltas = run(go())
+    completion = deltas[-1].completion
+    assert [d.completion for d in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert tuple(t for d in deltas for t in d.token_ids) == completion.token_ids
+    assert completion.token_ids == greedy_ignoring_eos(model, PROMPTS[0], 60)
+    assert tuple(x for d in deltas for x in d.logprobs) == completion.logprobs
+    blocks = [1, *(min(entry.accepted + 1, 60 - entry.start) for entry in completion.rounds if entry.start < 60)]
+    ends = {sum(blocks[:i]) for i in range(len(blocks) + 1)}
+    at = 0
+    for delta in deltas:
+        at += len(delta.token_ids)
+        assert at in ends
+    assert max(blocks) > 1
+
+
 def test_a_prompt_that_is_computed_in_chunks(engine, run, model):
     prompt = [3 + (7 * i) % 300 for i in range(300)]
     got = run(sample(engine, prompt, temperature=0, max_new_tokens=30))
