@@ -1,4 +1,4 @@
-"""Generate, SampleGroup and UpdatePolicy as a client of a worker sees them; the engine is a real one."""
+"""Generate, SampleGroup and the transfers as a client of a worker sees them; the engine is a real one."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ def test_what_cannot_be_sampled_is_refused_with_the_reason(stub, run, changes, r
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert reason in said
 
-    group = rollout_pb2_group(asked)
+    group = group_request(asked)
     code, said = refused(run, sampled(stub, group))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert reason in said
     assert len(run(received(stub.Generate(request(max_new_tokens=4)))))  # and it goes on
 
 
-def rollout_pb2_group(asked):
+def group_request(asked):
     made = prompt_group_to_proto(
         PromptGroup(
             group_id="g",
@@ -149,7 +149,7 @@ async def sampled(stub, group):
 
 def test_a_group_comes_back_graded(stub, run, tiny_dir):
     asked = request(temperature=0, max_new_tokens=7, ignore_eos=True)
-    group = trajectory_group_from_proto(run(sampled(stub, rollout_pb2_group(asked))))
+    group = trajectory_group_from_proto(run(sampled(stub, group_request(asked))))
     assert (group.group_id, group.prompt_index) == ("g", 3)
     expected = greedy(load(tiny_dir), PROMPT, 7)
     assert [(t.sample_index, t.token_ids, t.reward) for t in group.trajectories] == [(i, expected, 7.0) for i in (0, 1)]
