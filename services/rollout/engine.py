@@ -373,7 +373,9 @@ class RolloutEngine:
 
     def _on_receiver_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            self._fail(f"The engine's receiving task ended: {task.exception()!r}")
+            error = task.exception()
+            log.error("SGLang's receiving task ended.", exc_info=error)  # its traceback names the place
+            self._fail(f"The engine's receiving task ended: {error!r}")
 
     def _on_death(self, process: Any) -> None:
         assert self._loop is not None

@@ -62,6 +62,9 @@ def launch(*, config: EngineConfig, dtype: str, model_dir: Path, weight_version:
     # SGLang would kill every child of this process at exit, ours and other people's.
     atexit.unregister(engine.shutdown)
     engine.tokenizer_manager._subprocess_watchdog.stop()
+    # Whether there are counters of speculation SGLang asks a configuration that all engines of a process share: one
+    # without speculation would die at its next completion after one with it has started. Ours come with the rounds.
+    engine.tokenizer_manager._calculate_spec_decoding_metrics = lambda *_: None
     return engine
 
 
