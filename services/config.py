@@ -183,8 +183,8 @@ class WatcherConfig(Section):
     advertise: str | None = None
     metrics_port: Port = 0
     learner: str = ""
-    row_fraction: float = Field(0.5, gt=0, le=1)
-    rows_per_second: float = Field(100.0, gt=0)
+    row_fraction: float = Field(1.0, gt=0, le=1)
+    rows_per_second: float = Field(200.0, gt=0)
     max_row_bytes: int = Field(64 * 2**20, ge=2**20)
     check_records: int = Field(512, ge=32)
     patience: int = Field(2, ge=1)

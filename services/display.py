@@ -20,7 +20,6 @@ _WATCHED = {
     "check": ("check", "checks"),
     "training": ("training", "trainings"),
     "published": ("new version of the heads", "new versions of the heads"),
-    "blind": ("stretch with too little drafted to check", "stretches with too little drafted to check"),
     "repaired": ("repair", "repairs"),
     "rolled_back": ("roll-back", "roll-backs"),
     "alarm": ("alarm", "alarms"),

@@ -30,7 +30,8 @@ class TrainJob:
     """policy_dir: the current policy, whose LM head gives the rows' laws. heads_dir: the serving heads, "" for none.
     serving: their version. heads, rank: the shape of heads that begin from nothing. seconds: after which training
     stops where it stands. nodes: of the gate's trees, root included; sampled_children: its rule. seen: training rows
-    that there were, of which older policies' may have been left out. degraded: since when, where that is the reason."""
+    that there were, of which older policies' may have been left out. degraded: since when, where that is the reason.
+    moved: whether the policy's moving is."""
 
     policy_dir: str
     heads_dir: str
@@ -44,6 +45,7 @@ class TrainJob:
     seed: int
     seen: int = 0
     degraded: float | None = None
+    moved: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,14 @@ _SERVING = {"check": "heads", "degraded": "version", "worse": "version", "rolled
 @dataclass(slots=True)
 class Recalled:
     """needed: rows that the next training begins with, None where nothing asks for others than the configuration.
-    healthy, fresh: cuts in the stream of rows, see `RowReader`."""
+    healthy, fresh: cuts in the stream of rows, see `RowReader`. covered, stride: see `Progress`."""
 
     watch: Watch
     needed: int | None = None
     healthy: str = BEGINNING
     fresh: str = BEGINNING
+    covered: int | None = None
+    stride: int | None = None
 
 
 def take_in(watch: Watch, kind: str, line: Mapping[str, Any]) -> Events:
@@ -43,12 +45,13 @@ def take_in(watch: Watch, kind: str, line: Mapping[str, Any]) -> Events:
         watch.improving = bool(line.get("improving", True))
     elif kind == "rolled_back":
         watch.rolled_back(int(line["to"]))
-    elif kind == "blind":
-        watch.blind = True
+    elif kind == "moved":
+        watch.moved = True
     elif kind == "repaired" and line.get("workers", 1):  # with none, nothing had been put right
         watch.repaired()
     elif kind == "refused" and not line["stale"]:
-        watch.refused(float(line["time"]), undecided=bool(line.get("undecided", False)))
+        about = {name: bool(line.get(name, False)) for name in ("undecided", "moved")}
+        watch.refused(float(line["time"]), **about)
     elif kind == "training_failed":
         watch.failed(float(line["time"]))
     return Events()
@@ -97,7 +100,7 @@ def _take_in_rows(known: Recalled, kind: str, line: Mapping[str, Any]) -> None:
         known.healthy = str(line.get("row", known.healthy))
     elif kind == "degraded":
         known.fresh, known.needed = str(line.get("row", known.fresh)), None
-    elif kind == "blind":
-        known.needed = None
     elif kind in ("published", "refused") and "needed" in line:
         known.needed = int(line["needed"])
+    if kind in ("published", "refused") and "covered" in line:
+        known.covered, known.stride = int(line["covered"]), int(line["stride"])

@@ -87,8 +87,8 @@ class _Replay:
             self.say(f"rolled back to version {line['to']}: {line['reason']}")
         elif kind == "repaired":
             self.say(f"repaired: version {line['version']} on {line['workers']} workers")
-        elif kind == "blind":
-            self.say(f"blind: version {line['version']}, {line['drafted']:.1%} of the tokens were drafted")
+        elif kind == "moved":
+            self.say(f"moved: version {line['version']}, {line['rows']} rows of policies up to {line['policy']}")
         elif kind == "gate":
             self._gate(number, line)
 

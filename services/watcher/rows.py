@@ -49,6 +49,7 @@ class RowBuffer:
         self._frames: dict[bool, deque[tuple[int, RowFrame]]] = {False: deque(), True: deque()}
         self._rows: Counter[bool] = Counter()
         self.newest_policy = 0
+        self.first_policy: int | None = None  # of the first row that was received
         self.received = 0
 
     def add(self, frame: RowFrame) -> None:
@@ -58,12 +59,14 @@ class RowBuffer:
         self._rows[held] += len(frame.tokens)
         self.received += len(frame.tokens)
         self.newest_policy = max(self.newest_policy, frame.policy)
+        if self.first_policy is None:
+            self.first_policy = frame.policy
         while self._rows[held] - len(frames[0][1].tokens) >= self._capacity[held]:
             self._rows[held] -= len(frames.popleft()[1].tokens)
 
-    def count(self, *, held_out: bool, since: int = 0) -> int:
-        """Rows held, of those that came when `since` had been received before."""
-        return sum(len(frame.tokens) for frame in self._since(held_out, since))
+    def count(self, *, held_out: bool, since: int = 0, later_than: int = -1) -> int:
+        """Rows held, of those that came when `since` had been received before, of policies after `later_than`."""
+        return sum(len(frame.tokens) for frame in self._since(held_out, since) if frame.policy > later_than)
 
     def prompts(self, *, held_out: bool, since: int = 0) -> int:
         return len({frame.prompt for frame in self._since(held_out, since)})
@@ -79,6 +82,21 @@ class RowBuffer:
     def held_out(self, rows: int, since: int = 0) -> ChosenRows:
         """The newest rows of held-out prompts: as near to the current policy as there are enough."""
         return _join(_take(self._since(True, since), rows, None))
+
+    def held_out_later(self, rows: int, since: int, later_than: int, *, least: int, prompts: int) -> ChosenRows:
+        """Like `held_out`, only those of policies after `later_than`, and as many earlier ones as are missing to
+        `least` rows of `prompts` prompts."""
+        frames = self._since(True, since)
+        names: set[str] = set()
+        taken, first = 0, len(frames)
+        while first and taken < rows:
+            frame = frames[first - 1]
+            if frame.policy <= later_than and taken >= least and len(names) >= prompts:
+                break
+            taken += len(frame.tokens)
+            names.add(frame.prompt)
+            first -= 1
+        return _join(frames[first:])
 
     def _since(self, held_out: bool, since: int) -> list[RowFrame]:
         return [frame for at, frame in self._frames[held_out] if at >= since]

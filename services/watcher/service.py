@@ -31,13 +31,14 @@ from services.heads.registry import HeadsRegistry
 from services.rollout.heads_feedback import FEEDBACK_LIMITS
 from services.rollout.heads_file import HEADS_FILE, read_heads, weights_checksum
 from services.run_dir import RunDir
-from services.watcher.drafted_share import DraftedShare
 from services.watcher.drift_settings import drift_config
 from services.watcher.first_version import first_version
 from services.watcher.fleet import Fleet
 from services.watcher.grpc_server import WatcherServicer
 from services.watcher.job import JobDirectory, TrainJob
+from services.watcher.job_rows import JobRows
 from services.watcher.policy_source import PolicySource
+from services.watcher.progress import Progress
 from services.watcher.recall import recall
 from services.watcher.records import FeedbackLog
 from services.watcher.row_reader import RowReader
@@ -52,8 +53,6 @@ log = logging.getLogger(__name__)
 _LOCK_SECONDS = 30.0
 _WAIT_SECONDS = 0.5
 _WORKERS_SECONDS = 2.0
-# Training begins only with so many held-out prompts: with fewer the gate could not pass.
-_MIN_HELD_OUT_PROMPTS = 6
 # Standard errors of a fall from which on a check leaves a doubt.
 _DOUBTFUL = 2.0
 # Heads that begin from nothing need more passes than those that are brought up to date.
@@ -80,10 +79,8 @@ class Watcher:
         self.lock.acquire(_LOCK_SECONDS)
         name = f"watcher-{secrets.token_hex(4)}"
         consumer = StreamConsumer(client, keys.feedback, FEEDBACK_LIMITS, name, lock=self.lock)
-        # In tokens that bring as many rows as training begins with, and as many as are kept.
-        self.share = DraftedShare(settings.min_rows / settings.row_fraction, settings.max_rows / settings.row_fraction)
         self.statistics = StatisticsReader(
-            consumer, self._take_record, self.share.add, lambda: self.metrics.count("feedback/malformed/total")
+            consumer, self._take_record, lambda: self.metrics.count("feedback/malformed/total")
         )
         self.board = RunBoard(client, keys)
         self.registry = HeadsRegistry(run_dir.root / "heads", keep=settings.keep_versions)
@@ -103,8 +100,9 @@ class Watcher:
             healthy=known.healthy,
             fresh=known.fresh,
         )
-        # Rows that the next training of a version begins with.
-        self._needed = known.needed or settings.min_rows
+        self.progress = Progress(settings.min_rows, settings.max_rows, covered=known.covered, stride=known.stride)
+        self.job_rows = JobRows(settings, self.buffer, self.rows, self.progress)
+        self.job_rows.needed = known.needed or settings.min_rows
         # The degradation for which the serving copies were looked at.
         self._looked_at: float | None = None
         self._waits_for = ""
@@ -167,46 +165,38 @@ class Watcher:
                 self.rows.without_doubt()
             elif kind == "degraded":
                 self.rows.drifted()
-                self._needed = self.config.watcher.min_rows
+                self.job_rows.begin_again()
             row = {"row": self.rows.healthy} if kind in ("check", "degraded") else {}
             self._event(kind, **facts, **row)
 
-    def _look_at_share(self) -> None:
+    def _look_at_policy(self) -> None:
         watch = self.watch
-        wants = not watch.version or watch.improving or watch.degraded_since is not None
-        if not self.share.found_blind() or wants:
+        if not watch.version or watch.moved or watch.degraded_since is not None or self.trainer.running:
             return
-        watch.blind = True
-        self._needed = self.config.watcher.min_rows
-        self._event("blind", version=watch.version, drafted=self.share.last)
+        rows = self.job_rows.of_later_policies()
+        if rows >= self.progress.stride:
+            watch.moved = True
+            self._event("moved", version=watch.version, policy=self.buffer.newest_policy, rows=rows)
 
     def _tend_training(self) -> None:
-        self._look_at_share()
+        self._look_at_policy()
         if self.watch.wants_rollback:
             self._roll_back(self.watch.wants_rollback)
         self._look_at_copies()
         if self.trainer.running:
             self._take_result()
         elif self.watch.wants_training(time.time()):
-            waits_for = self._missing_rows()
+            waits_for = self.job_rows.missing(moved=self._for_policy)
             if waits_for != self._waits_for and waits_for:
                 log.info("training waits for %s", waits_for)
             self._waits_for = waits_for
             if not waits_for:
                 self._train()
 
-    def _missing_rows(self) -> str:
-        """What there is too little of for training to begin; empty where there is enough."""
-        settings, since = self.config.watcher, self.rows.fresh_from
-        needed, held = min(self._needed, settings.max_rows), min(settings.gate_rows, settings.min_rows) // 4
-        if self.buffer.count(held_out=False, since=since) < needed:
-            return f"{needed} rows"
-        if self.buffer.count(held_out=True, since=since) < held:
-            return f"{held} rows of prompts that are held out"
-        if self.buffer.prompts(held_out=True, since=since) < _MIN_HELD_OUT_PROMPTS:
-            share = f"a share of {settings.holdout:g} of all prompts (watcher.holdout)"
-            return f"{_MIN_HELD_OUT_PROMPTS} different prompts that are held out, {share}"
-        return ""
+    @property
+    def _for_policy(self) -> bool:
+        """Whether the policy's moving is why training is wanted; a degradation goes before it."""
+        return self.watch.moved and self.watch.degraded_since is None
 
     def _look_at_copies(self) -> None:
         """Once for every degradation: puts copies right that are not what was published. Where there are none, or none
@@ -227,7 +217,7 @@ class Watcher:
         self._event(kind, version=current.version, workers=len(taken), wrong=len(wrong))
 
     def _train(self) -> None:
-        settings, config, since = self.config.watcher, self.config, self.rows.fresh_from
+        settings, config = self.config.watcher, self.config
         try:
             policy = self.policies.current()
         except (ArtifactError, OSError, ValueError) as error:
@@ -246,12 +236,12 @@ class Watcher:
             nodes=settings.gate_nodes,
             sampled_children=config.rollout.engine.speculation.rule == "sampled_child",
             seed=config.run.seed,
-            seen=self.buffer.count(held_out=False, since=since),
+            seen=self.job_rows.seen,
             degraded=self.watch.degraded_since,
+            moved=self._for_policy,
         )
         try:
-            training = self.buffer.training(settings.max_rows, since)
-            held_out = self.buffer.held_out(settings.gate_rows, since)
+            training, held_out = self.job_rows.choose(moved=job.moved)
             self.trainer.start(job, training, held_out)
         except Exception as error:
             self._training_failed(f"it could not be started: {error}")
@@ -289,19 +279,28 @@ class Watcher:
             self._publish(files, result, overtaken=overtaken)
             return
         stale = stale or overtaken
+        moved = bool(job.get("moved"))
         undecided = gate["high"] > _WORTHWHILE * gate["old"] and not self._all_rows(result)
         if not stale:
-            self.watch.refused(time.time(), undecided=undecided)
-            if undecided:
-                self._needed = 2 * _seen(result)
+            self.watch.refused(time.time(), undecided=undecided, moved=moved)
+            self.progress.tried(result["policy_versions"][1], better=False)
+            if undecided and not moved:
+                self.job_rows.needed = 2 * _seen(result)
         self._event(
             "refused",
             difference=gate["difference"],
             low=gate["low"],
             stale=stale,
             undecided=undecided,
-            needed=self._needed,
+            moved=moved,
+            needed=self.job_rows.needed,
+            **self._covered(),
         )
+
+    def _covered(self) -> dict[str, int]:
+        """For a watcher that begins again after this one."""
+        progress = self.progress
+        return {} if progress.covered is None else {"covered": progress.covered, "stride": progress.stride}
 
     def _all_rows(self, result: dict[str, Any]) -> bool:
         """Whether a job had all the rows that are ever kept: another one would learn from no more."""
@@ -326,7 +325,8 @@ class Watcher:
         # Better than what served, but of rows from before the degradation: those since then are for the next training.
         degraded_meanwhile = overtaken and degraded
         if not degraded_meanwhile:
-            self._needed = 2 * _seen(result)
+            self.job_rows.needed = 2 * _seen(result)
+        self.progress.tried(result["policy_versions"][1], better=True)
         self.watch.improving = degraded_meanwhile or not self._all_rows(result)
         self._event(
             "published",
@@ -334,7 +334,8 @@ class Watcher:
             rows=result["rows"],
             predicted=gate["new"],
             improving=self.watch.improving,
-            needed=self._needed,
+            needed=self.job_rows.needed,
+            **self._covered(),
         )
         self._name_current()
         self._swap_everybody()

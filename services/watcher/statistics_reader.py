@@ -18,18 +18,16 @@ _DELIVERIES = 64
 class StatisticsReader:
     """take: called with every record; where it raises, or the acknowledgement does, the next `read` goes on with what
     is left, so that nothing that was handed out waits for a restart and no record that was taken is taken again.
-    trajectory: called once for every one, before its records. malformed: called for every entry that is none."""
+    malformed: called for every entry that is none."""
 
     def __init__(
         self,
         consumer: StreamConsumer,
         take: Callable[[DriftRecord], None],
-        trajectory: Callable[[feedback_pb2.TrajectoryFeedback], None],
         malformed: Callable[[], None],
     ) -> None:
         self._consumer = consumer
         self._take = take
-        self._trajectory = trajectory
         self._malformed = malformed
         self._waiting: deque[Delivery] = deque()
         self._records: deque[DriftRecord] | None = None  # what is left of the first that waits, None before it was read
@@ -52,8 +50,6 @@ class StatisticsReader:
                 delivery.dead_letter(f"no verifier feedback: {error}")
                 self._malformed()
                 return
-            for trajectory in batch.trajectories:
-                self._trajectory(trajectory)
         while self._records:
             self._take(self._records[0])
             self._records.popleft()

@@ -1,7 +1,7 @@
 """What the watcher decides: when to train, what to publish, when to take it back. No I/O of its own.
 
 no heads, enough rows ------------> train
-too little drafted to see a fall -> train; the next time after twice as many tokens
+the policy has moved on ----------> train, on few rows of it; where that brings nothing the next time on twice as many
 degraded for a while -------------> put the serving copies right where they are not what was published, else train
 trained, and the gate passes -----> publish, swap, and watch the new version against what the old one did;
                                     once there are twice the rows, train again: few rows bring most of the gain
@@ -54,7 +54,7 @@ class Watch:
         self.degraded_since: float | None = None
         self.wants_rollback = ""
         self.improving = False
-        self.blind = False
+        self.moved = False
         self._alarmed = False
         self.last: DriftCheck | None = None
         self.records = 0
@@ -65,7 +65,7 @@ class Watch:
 
     def wants_training(self, now: float) -> bool:
         """now: seconds, of the clock that records bear."""
-        needed = self.version == 0 or self.degraded_since is not None or self.improving or self.blind
+        needed = self.version == 0 or self.degraded_since is not None or self.improving or self.moved
         return needed and not self.wants_rollback and now >= self._not_before
 
     def observe(self, record: DriftRecord) -> Events:
@@ -109,19 +109,22 @@ class Watch:
         self.improving = False
         self._trial = None
 
-    def refused(self, now: float, *, undecided: bool = False) -> None:
+    def refused(self, now: float, *, undecided: bool = False, moved: bool = False) -> None:
         """The gate did not pass. What the heads do now is what later is compared with, and the next attempt waits.
 
         undecided: few rows could not rule out a gain. Then training is still wanted, after a pause; whoever trains
-        takes more of them.
+        takes more of them. moved: the policy's moving was the reason, and nothing else was answered.
         """
+        self.moved = False
+        if moved:
+            return
         if undecided:
             self.postponed(now)
             return
-        tried = self.improving or self.blind
-        self.improving = self.blind = False
+        tried = self.improving
+        self.improving = False
         if tried and self.degraded_since is None:
-            return  # more rows, or those of the present policy, bring no more: these heads are as good as they get
+            return  # more rows bring no more: these heads are as good as they get
         self._refusals += 1
         pause = max(1.0, self._config.cooldown_seconds) * 2**self._refusals
         self._not_before = now + min(pause, _LONGEST_PATIENCE_SECONDS)
@@ -142,7 +145,7 @@ class Watch:
         self.version = version
         self.detector.reset(version)
         self.degraded_since = None
-        self.blind = False
+        self.moved = False
         self.wants_rollback = ""
         self._alarmed = False
 

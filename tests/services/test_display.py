@@ -27,10 +27,6 @@ def records(directory: Path, *kinds: str) -> Path:
             ["check", "alarm", "repaired", "rolled_back", "rolled_back"],
             "1 check, 0 trainings, 0 new versions of the heads, 1 repair, 2 roll-backs, 1 alarm",
         ),
-        (
-            ["blind", "training", "gate", "refused"],
-            "0 checks, 1 training, 0 new versions of the heads, 1 stretch with too little drafted to check",
-        ),
     ],
 )
 def test_the_watchers_records_are_counted(tmp_path, kinds, line):

@@ -19,10 +19,10 @@ from services.rollout.heads_file import save_heads
 from services.watcher.job import JobDirectory
 from services.watcher.service import Watcher
 from services.watcher.trainer import Trainer
-from specroll.v1 import feedback_pb2
 from specroll_core.heads import FutureTokenHeads, HeadsSpec
 from tests.core.test_drift import stream
 from tests.services.watcher.test_heads_trainer import buffer  # noqa: F401
+from tests.services.watcher.test_rows import frame
 from tests.services.watcher.test_watcher import events, server, setting  # noqa: F401
 
 pytestmark = pytest.mark.timeout(120)
@@ -59,13 +59,13 @@ def degrade(watcher, seed=0):
     assert watcher.watch.degraded_since is not None
 
 
-def result(tiny_dir, *, rows, seen, passed=False, high=0.0, degraded=None, serving=1):
+def result(tiny_dir, *, rows, seen, passed=False, high=0.0, degraded=None, serving=1, moved=False, policy=0):
     gate = {"passed": passed, "high": high, "low": -1.0, "old": 1.0, "new": 1.0, "difference": 0.0, "prompts": []}
     return {
-        "gate": gate, "rows": rows, "prompts": 3, "temperature": 1.0, "policy_versions": [0, 0],
+        "gate": gate, "rows": rows, "prompts": 3, "temperature": 1.0, "policy_versions": [0, policy],
         "held_out_rows": 1, "steps": 1, "train_seconds": 1.0, "cpu_seconds": 1.0,
         "model": asdict(ModelFingerprint.of(tiny_dir)),
-        "job": {"serving": serving, "seen": seen, "degraded": degraded},
+        "job": {"serving": serving, "seen": seen, "degraded": degraded, "moved": moved},
     }  # fmt: skip
 
 
@@ -82,14 +82,14 @@ def test_more_rows_are_waited_for_by_the_count_that_they_are_waited_with(at_rest
     degrade(watcher)
     degraded = watcher.watch.degraded_since
     watcher._judge(files(tmp_path, at_rest.spec), result(tiny_dir, rows=300, seen=1000, high=0.5, degraded=degraded))
-    assert (watcher._needed, watcher.watch.degraded_since) == (2000, degraded)
+    assert (watcher.job_rows.needed, watcher.watch.degraded_since) == (2000, degraded)
     watcher._judge(files(tmp_path, at_rest.spec), result(tiny_dir, rows=300, seen=3000, high=0.5, degraded=degraded))
     assert watcher.watch.degraded_since is None  # there will never be more rows
 
     for seen, improving in ((1000, True), (3000, False)):
         found = result(tiny_dir, rows=300, seen=seen, passed=True, serving=watcher.watch.version)
         watcher._judge(files(tmp_path, at_rest.spec), found)
-        assert watcher._needed == 2 * seen
+        assert watcher.job_rows.needed == 2 * seen
         assert watcher.watch.improving == improving
 
 
@@ -100,14 +100,14 @@ def test_a_training_from_before_a_trigger_does_not_answer_it(at_rest, tiny_dir, 
     degraded = watcher.watch.degraded_since
     watcher._judge(files(tmp_path, at_rest.spec), result(tiny_dir, rows=900, seen=900, high=high))
     assert watcher.watch.degraded_since == degraded
-    assert watcher._needed == watcher.config.watcher.min_rows
+    assert watcher.job_rows.needed == watcher.config.watcher.min_rows
     assert events(setting, "refused")[-1]["stale"]
 
     # Better heads are taken all the same, and training goes on with the rows since.
     watcher._judge(files(tmp_path, at_rest.spec), result(tiny_dir, rows=900, seen=900, passed=True))
     assert watcher.watch.version == 2
     assert watcher.watch.improving
-    assert watcher._needed == watcher.config.watcher.min_rows
+    assert watcher.job_rows.needed == watcher.config.watcher.min_rows
 
 
 def test_a_result_that_cannot_be_used_is_a_failure_and_leaves_nothing(at_rest, tiny_dir, tmp_path, monkeypatch):
@@ -130,44 +130,84 @@ def test_a_policy_that_cannot_be_had_is_asked_for_again_after_a_pause(at_rest, s
         raise ValueError("there is none")
 
     monkeypatch.setattr(watcher.policies, "current", nowhere)
-    monkeypatch.setattr(watcher, "_missing_rows", lambda: "")
+    monkeypatch.setattr(watcher.job_rows, "missing", lambda **_: "")
     for _ in range(3):
         watcher._tend_training()
     assert len(events(setting, "training_postponed")) == 1
 
 
-def trajectory(tokens, *, drafted):
-    """Of so many tokens, a share `drafted` in rounds that accepted one node."""
-    cell = feedback_pb2.RoundCounts(heads_version=1, drafted=4, accepted=[0, round(tokens * drafted / 2)])
-    return feedback_pb2.TrajectoryFeedback(prompt="p", temperature=1.0, tokens=tokens, finished_at=1.0, rounds=[cell])
+def arrive(watcher, prompts, *, policy, length=10):
+    """Rows of so many prompts of their own, all of them training rows."""
+    watcher.buffer._holdout = 0.0
+    for prompt in range(prompts):
+        watcher.buffer.add(frame(1000 * policy + prompt, policy=policy, length=length))
 
 
-def test_where_next_to_nothing_is_drafted_heads_are_trained_all_the_same(at_rest, setting, tiny_dir, tmp_path):  # noqa: F811
-    watcher = at_rest(min_rows=100, max_rows=400, row_fraction=0.5)
-    watcher._needed = 999
+def test_a_policy_that_moves_is_followed_and_less_often_where_that_brings_nothing(at_rest, setting, tiny_dir, tmp_path):  # noqa: F811
+    watcher = at_rest(min_rows=400, max_rows=3200, gate_rows=4000)
+    watcher.job_rows.needed = 999
 
-    def after(tokens, drafted):
-        watcher.share.add(trajectory(tokens, drafted=drafted))
+    def moved():
         watcher._tend_training()
-        return watcher.watch.blind, len(events(setting, "blind"))
+        return watcher.watch.moved
 
-    assert after(200, drafted=0.5) == (False, 0)
-    assert watcher._needed == 999
-    assert after(198, drafted=0.1) == (False, 0)  # 99 rows
-    assert after(2, drafted=0.1) == (True, 1)
-    assert watcher._needed == 100
-    assert watcher._waits_for == "100 rows"
-    assert events(setting, "blind")[-1]["drafted"] == pytest.approx(0.1)
-    watcher._judge(files(tmp_path, at_rest.spec), result(tiny_dir, rows=100, seen=100))
-    assert not watcher.watch.blind
-    assert after(398, drafted=0.1) == (False, 1)
-    assert after(2, drafted=0.1) == (True, 2)
+    def judge(policy, **how):
+        found = result(tiny_dir, rows=100, seen=100, moved=True, policy=policy, serving=watcher.watch.version, **how)
+        watcher._judge(files(tmp_path, at_rest.spec), found)
 
-    # A training that is wanted anyway takes the rows that it was to take.
-    watcher._judge(files(tmp_path, at_rest.spec), result(tiny_dir, rows=100, seen=100, passed=True))
-    assert (watcher.watch.improving, watcher.watch.blind, watcher._needed) == (True, False, 200)
-    assert after(800, drafted=0.1) == (False, 2)
-    assert watcher._needed == 200
+    arrive(watcher, 90, policy=0)
+    assert not moved()  # 900 rows, of the policy that the heads came with
+    arrive(watcher, 9, policy=1)
+    assert not moved()
+    arrive(watcher, 1, policy=2)
+    assert moved()
+    assert (events(setting, "moved")[-1]["rows"], events(setting, "moved")[-1]["policy"]) == (100, 2)
+    assert watcher._waits_for == "256 rows of prompts that are held out"
+    judge(2, high=0.5)  # undecided or not, later rows decide
+    assert not watcher.watch.moved
+    assert watcher.job_rows.needed == 999
+    arrive(watcher, 19, policy=3)
+    assert not moved()
+    arrive(watcher, 1, policy=3)
+    assert moved()  # twice as many
+    judge(3)
+    arrive(watcher, 39, policy=4)
+    assert not moved()
+    arrive(watcher, 1, policy=4)
+    assert moved()
+    judge(4, passed=True)
+    assert watcher.watch.version == 2
+    arrive(watcher, 9, policy=5)
+    assert not moved()
+    arrive(watcher, 1, policy=5)
+    assert moved()  # as few as at first
+    assert len(events(setting, "moved")) == 4
+    watcher.close()
+
+    again = at_rest(min_rows=400, max_rows=3200)
+    assert again.watch.moved
+    assert (again.progress.covered, again.progress.stride) == (4, 100)
+
+
+def test_a_degradation_is_answered_before_a_policy_that_moves(at_rest, tiny_dir, tmp_path):
+    watcher = at_rest(min_rows=40, max_rows=3200, gate_rows=4)
+    arrive(watcher, 1, policy=0)
+    arrive(watcher, 1, policy=1)
+    degrade(watcher)
+    arrive(watcher, 1, policy=1)
+    watcher._tend_training()
+    assert not watcher.watch.moved
+    degraded = watcher.watch.degraded_since
+    # A training for the policy that began before the trigger does not answer it.
+    watcher.watch.moved = True
+    assert not watcher._for_policy
+    watcher._judge(files(tmp_path, at_rest.spec), result(tiny_dir, rows=9, seen=9, moved=True, policy=1))
+    assert watcher.watch.degraded_since == degraded
+    # The one that does answers the policy's moving too, since it has learned from the newest rows.
+    watcher._judge(files(tmp_path, at_rest.spec), result(tiny_dir, rows=9, seen=9, degraded=degraded, policy=1))
+    assert watcher.watch.degraded_since is None
+    assert not watcher.watch.moved
+    assert watcher.progress.covered == 1
 
 
 def test_what_training_waits_for_is_said_once(at_rest, caplog, buffer):  # noqa: F811
@@ -199,8 +239,8 @@ def test_a_restart_learns_from_the_rows_since_the_drift(at_rest, setting, buffer
     watcher.log.write("published", {"version": 1, "improving": False, "needed": 5000})
 
     def send(some):
-        for frame in some:
-            watcher_rows.append(frame.to_bytes())
+        for one in some:
+            watcher_rows.append(one.to_bytes())
         watcher.rows._due = 0.0
         watcher.rows.read(watcher.stop)
 
@@ -221,7 +261,7 @@ def test_a_restart_learns_from_the_rows_since_the_drift(at_rest, setting, buffer
     again = at_rest(check_records=512)
     again.rows.read(again.stop)
     assert again.watch.degraded_since == degraded
-    assert again._needed == again.config.watcher.min_rows
+    assert again.job_rows.needed == again.config.watcher.min_rows
     assert again.buffer.count(held_out=False, since=again.rows.fresh_from) == since
 
 

@@ -97,20 +97,21 @@ def test_cuts_and_needs_are_those_of_the_last_decision(log, tmp_path):
     assert known() == ("5-0", "5-0", None)
     log.write("refused", {"stale": True, "needed": 1200, "time": 1.0})
     assert known() == ("5-0", "5-0", 1200)
-    log.write("blind", {"version": 1, "drafted": 0.1})
-    assert known() == ("5-0", "5-0", None)
 
 
-def test_what_was_wanted_for_want_of_drafts_is_wanted_after_a_restart(log, tmp_path):
-    def wants():
-        return recall(tmp_path / "feedback.jsonl", CONFIG, 1).watch.wants_training(1e9)
+def test_how_far_a_moving_policy_was_followed_is_known_after_a_restart(log, tmp_path):
+    def known():
+        found = recall(tmp_path / "feedback.jsonl", CONFIG, 1)
+        return found.watch.wants_training(1e9), found.covered, found.stride
 
     log.write("published", {"version": 1, "improving": False})
-    assert not wants()
-    log.write("blind", {"version": 1, "drafted": 0.1})
-    assert wants()
-    log.write("refused", {"stale": False, "time": 1.0})
-    assert not wants()
+    assert known() == (False, None, None)
+    log.write("moved", {"version": 1, "policy": 3, "rows": 10})
+    assert known() == (True, None, None)
+    log.write("refused", {"stale": True, "moved": True, "time": 1.0, "covered": 0, "stride": 10})
+    assert known() == (True, 0, 10)
+    log.write("refused", {"stale": False, "moved": True, "time": 1.0, "covered": 3, "stride": 20})
+    assert known() == (False, 3, 20)
 
 
 @pytest.mark.parametrize("line", ['{"kind": 5}', "[1]", "{}", "no JSON"])

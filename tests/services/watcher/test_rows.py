@@ -97,3 +97,32 @@ def test_rows_of_another_law_are_left_out():
     assert len(chosen) == 28
     with pytest.raises(ValueError, match="no rows"):
         RowBuffer(10, 10, holdout=0.1).training(10)
+
+
+def test_rows_of_later_policies_are_counted():
+    buffer = RowBuffer(10_000, 10_000, holdout=1e-9)
+    assert buffer.first_policy is None
+    for policy in (3, 3, 5, 4, 5):
+        buffer.add(frame(policy, policy=policy))
+    assert buffer.first_policy == 3
+    assert [buffer.count(held_out=False, later_than=p) for p in (-1, 3, 4, 5)] == [20, 12, 8, 0]
+    assert buffer.count(held_out=False, since=16, later_than=4) == 4
+
+
+@pytest.mark.parametrize(
+    ("later_than", "least", "prompts", "policies"),
+    [
+        (6, 4, 1, (7, 9)),  # those later, which are enough
+        (9, 4, 1, (9, 9)),  # nothing is later: the newest
+        (9, 12, 1, (7, 9)),
+        (9, 4, 4, (6, 9)),
+        (0, 4, 1, (1, 9)),
+        (9, 1000, 1, (0, 9)),
+    ],
+)
+def test_heads_for_a_policy_that_moved_are_judged_on_rows_that_came_with_it(later_than, least, prompts, policies):
+    buffer = RowBuffer(10_000, 10_000, holdout=1 - 1e-9)
+    for policy in range(10):
+        buffer.add(frame(policy, policy=policy))
+    assert buffer.held_out_later(10_000, 0, later_than, least=least, prompts=prompts).policies == policies
+    assert buffer.held_out_later(8, 0, later_than, least=least, prompts=prompts).policies[0] >= 8

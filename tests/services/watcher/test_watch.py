@@ -75,27 +75,29 @@ def test_a_gate_that_could_not_decide_leaves_the_wish_for_training_as_it_was():
     assert not watch.improving
 
 
-def test_where_too_little_is_drafted_one_training_answers(monkeypatch):
+def test_a_policy_that_has_moved_is_answered_by_one_training(monkeypatch):
     watch = Watch(CONFIG, 1)
     rng = random.Random(1)
     feed(watch, stream(rng, 40))
     reference = watch.detector.reference_acceptance()
-    watch.blind = True
+    watch.moved = True
     assert watch.wants_training(0.0)
-    watch.refused(now=0.0, undecided=True)
-    assert watch.wants_training(10.0)  # with more rows
-    watch.refused(now=10.0)
+    watch.refused(now=0.0, undecided=True, moved=True)
     assert not watch.wants_training(1e9)
     # Nothing was seen to be wrong with these heads: what they are compared with stays, and a fall is answered at once.
     assert watch.detector.reference_acceptance() == reference
     watch.degraded_since = 20.0
     assert watch.wants_training(20.0)
-    watch.blind = True
+    watch.moved = True
     watch.refused(now=30.0)
     assert not watch.wants_training(40.0)
-    watch.blind = True
+    # Rows are still gathered for what few of them began.
+    watch.improving = watch.moved = True
+    watch.refused(now=50.0, moved=True)
+    assert (watch.improving, watch.moved) == (True, False)
+    watch.moved = True
     watch.swapped(2)
-    assert not watch.blind
+    assert not watch.moved
 
 
 def test_failures_wait_longer_each_time():
