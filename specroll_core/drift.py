@@ -242,16 +242,23 @@ class DriftDetector:
         self._distances: deque[float] = deque(maxlen=_KEPT_DISTANCES)
         self._recent: deque[float] = deque(maxlen=_KEPT_DISTANCES)
         self._pending = 0
+        self._since_mark = 0
+
+    def mark(self) -> None:
+        """The policy is another one: a successor made for it is compared with what is seen from here on."""
+        self._since_mark = 0
 
     def successor(self, heads: int, *, drifted: bool = False) -> DriftDetector:
         """A detector that compares another version with what this one did of late, so that it tells whether the new
         one is worse than the old one was.
 
-        drifted: this one has fallen, and its windows hold only what came after. Its reference would ask too much of the
-        new one, so that strata without recent rounds are left out; else it fills up strata with few of them.
+        drifted: what this one did before its windows were restarted, or `mark` was called, would ask too much of the
+        new one, so that it is left out, and strata that were not seen since; else the reference fills up strata with
+        few recent rounds.
         """
         out = DriftDetector(self.config, heads)
-        out._reference = _merged([*self._windows, self._window])
+        first = len(self._windows) - self._since_mark if drifted else 0
+        out._reference = _merged([*list(self._windows)[max(0, first) :], self._window])
         for stratum, counts in () if drifted else self._reference.items():
             recent = out._reference.setdefault(stratum, _Counts())
             if recent.rounds < self.config.reference_records:
@@ -296,6 +303,7 @@ class DriftDetector:
         config = self.config
         leaving = self._windows[0] if len(self._windows) == self._windows.maxlen else None
         self._windows.append(self._window)
+        self._since_mark += 1
         records, self._window, self._pending = self._pending, {}, 0
         distance_z, inflation = self._distance_z(), self._inflation()
         worst: tuple[float, float, float, tuple[float, ...], bool] | None = None

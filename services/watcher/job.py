@@ -31,7 +31,7 @@ class TrainJob:
     serving: their version. heads, rank: the shape of heads that begin from nothing. seconds: after which training
     stops where it stands. nodes: of the gate's trees, root included; sampled_children: its rule. seen: training rows
     that there were, of which older policies' may have been left out. degraded: since when, where that is the reason.
-    moved: whether the policy's moving is."""
+    later: rows of policies later than were learned from before, where the policy's moving is the reason; else 0."""
 
     policy_dir: str
     heads_dir: str
@@ -45,7 +45,7 @@ class TrainJob:
     seed: int
     seen: int = 0
     degraded: float | None = None
-    moved: bool = False
+    later: int = 0
 
 
 @dataclass(frozen=True, slots=True)

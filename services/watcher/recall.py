@@ -46,7 +46,7 @@ def take_in(watch: Watch, kind: str, line: Mapping[str, Any]) -> Events:
     elif kind == "rolled_back":
         watch.rolled_back(int(line["to"]))
     elif kind == "moved":
-        watch.moved = True
+        watch.policy_moved()
     elif kind == "repaired" and line.get("workers", 1):  # with none, nothing had been put right
         watch.repaired()
     elif kind == "refused" and not line["stale"]:
@@ -102,5 +102,7 @@ def _take_in_rows(known: Recalled, kind: str, line: Mapping[str, Any]) -> None:
         known.fresh, known.needed = str(line.get("row", known.fresh)), None
     elif kind in ("published", "refused") and "needed" in line:
         known.needed = int(line["needed"])
+    if kind == "published":
+        known.fresh = str(line.get("fresh", known.fresh))
     if kind in ("published", "refused") and "covered" in line:
         known.covered, known.stride = int(line["covered"]), int(line["stride"])

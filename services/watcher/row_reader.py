@@ -1,7 +1,8 @@
 """Training rows out of their stream, and from which of them on a drift is learned.
 
-A drift begins before it is sure: what came since the last check without any doubt belongs to it. Cuts are noted as ids
-of stream entries as well, since a restarted watcher reads the stream from its beginning.
+A drift begins before it is sure: what came since the last check without any doubt belongs to it. A policy that has
+moved far begins with its first row. Cuts are noted as ids of stream entries as well, since a restarted watcher reads
+the stream from its beginning.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class RowReader:
         self.last = BEGINNING  # id of the newest entry that was read
         self.healthy, self.fresh = healthy, fresh
         self._healthy_at = self.fresh_from = 0
+        self._begun: list[tuple[int, str, int]] = []  # (policy, cut as an id, and in rows) where each one's rows begin
         self._due = 0.0
 
     def without_doubt(self) -> None:
@@ -55,7 +57,14 @@ class RowReader:
 
     def drifted(self) -> None:
         """What came since acceptance was last as it should be is what is learned from."""
-        self.fresh, self.fresh_from = self.healthy, self._healthy_at
+        if _number(self.healthy) > _number(self.fresh):
+            self.fresh, self.fresh_from = self.healthy, self._healthy_at
+
+    def moved_far(self, covered: int) -> None:
+        """What came since the first row of a policy later than `covered` is what is learned from."""
+        self._begun = [begun for begun in self._begun if begun[0] > covered]
+        if self._begun:
+            _, self.fresh, self.fresh_from = self._begun[0]
 
     def read(self, stop: threading.Event) -> None:
         """Takes in what is there, once a second at most."""
@@ -74,9 +83,12 @@ class RowReader:
                 return
 
     def _take(self, entry: str, data: bytes) -> None:
-        self.last = entry
+        before, self.last = self.last, entry
         try:
-            self._buffer.add(RowFrame.from_bytes(data))
+            frame = RowFrame.from_bytes(data)
+            if not self._begun or frame.policy > self._begun[-1][0]:
+                self._begun.append((frame.policy, before, self._buffer.received))
+            self._buffer.add(frame)
         except ValueError as error:
             self._malformed()
             log.debug("rows are left out: %s", error)

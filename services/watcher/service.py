@@ -55,10 +55,10 @@ _WAIT_SECONDS = 0.5
 _WORKERS_SECONDS = 2.0
 # Standard errors of a fall from which on a check leaves a doubt.
 _DOUBTFUL = 2.0
-# Heads that begin from nothing need more passes than those that are brought up to date.
-_COLD_EPOCHS = 5
 # A gain, as a share of what the serving heads do, that is worth training again with more rows where it is possible.
 _WORTHWHILE = 0.02
+# One that few rows of later policies bring only where those before them are of another policy altogether.
+_FAR = 0.05
 
 
 class Watcher:
@@ -175,7 +175,7 @@ class Watcher:
             return
         rows = self.job_rows.of_later_policies()
         if rows >= self.progress.stride:
-            watch.moved = True
+            watch.policy_moved()
             self._event("moved", version=watch.version, policy=self.buffer.newest_policy, rows=rows)
 
     def _tend_training(self) -> None:
@@ -231,17 +231,17 @@ class Watcher:
             serving=self.watch.version,
             heads=config.heads.heads,
             rank=config.heads.rank,
-            epochs=_COLD_EPOCHS if cold else settings.epochs,
+            epochs=settings.epochs,
             seconds=settings.train_seconds,
             nodes=settings.gate_nodes,
             sampled_children=config.rollout.engine.speculation.rule == "sampled_child",
             seed=config.run.seed,
             seen=self.job_rows.seen,
             degraded=self.watch.degraded_since,
-            moved=self._for_policy,
+            later=self.job_rows.of_later_policies() if self._for_policy else 0,
         )
         try:
-            training, held_out = self.job_rows.choose(moved=job.moved)
+            training, held_out = self.job_rows.choose(moved=job.later > 0)
             self.trainer.start(job, training, held_out)
         except Exception as error:
             self._training_failed(f"it could not be started: {error}")
@@ -279,7 +279,7 @@ class Watcher:
             self._publish(files, result, overtaken=overtaken)
             return
         stale = stale or overtaken
-        moved = bool(job.get("moved"))
+        moved = job.get("later", 0) > 0
         undecided = gate["high"] > _WORTHWHILE * gate["old"] and not self._all_rows(result)
         if not stale:
             self.watch.refused(time.time(), undecided=undecided, moved=moved)
@@ -326,6 +326,10 @@ class Watcher:
         degraded_meanwhile = overtaken and degraded
         if not degraded_meanwhile:
             self.job_rows.needed = 2 * _seen(result)
+            later, covered = result["job"].get("later", 0), self.progress.covered
+            if later and covered is not None and gate["difference"] >= _FAR * gate["old"]:
+                self.rows.moved_far(covered)
+                self.job_rows.needed = 2 * later
         self.progress.tried(result["policy_versions"][1], better=True)
         self.watch.improving = degraded_meanwhile or not self._all_rows(result)
         self._event(
@@ -335,6 +339,7 @@ class Watcher:
             predicted=gate["new"],
             improving=self.watch.improving,
             needed=self.job_rows.needed,
+            fresh=self.rows.fresh,
             **self._covered(),
         )
         self._name_current()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ from torch import Tensor
 from services.common.logs import setup_logging
 from services.heads.artifact import load_artifact
 from services.heads.fingerprint import ModelFingerprint, output_weights
-from services.heads.train import FREQUENT, frequent_tokens, restrict
+from services.heads.train import FREQUENT, by_frequency, frequent_tokens, restrict
 from services.machine import computing_dtype
 from services.rollout.heads_file import save_heads
 from services.watcher.gate import shadow_evaluation
@@ -41,7 +42,10 @@ _TOP = 32
 _LAW_ROWS = 256
 _SAVE_SECONDS = 10.0
 # Weight of the squared distance from the serving heads beside the mean loss of so many rows.
-_ANCHOR, _ANCHOR_ROWS = 0.01, 4000
+_ANCHOR, _ANCHOR_ROWS = 0.003, 4000
+# Few rows are passed over more often, up to so often, until as many of them were taken in all. 4,000 rows of a policy
+# that had moved far brought heads to 92 % of those trained at length in three passes, to 97 % in eight.
+_ROWS_IN_ALL, _MOST_EPOCHS = 32_000, 16
 
 
 class _Interrupted(Exception):
@@ -87,8 +91,7 @@ def run(files: JobDirectory, should_stop: Callable[[], bool]) -> None:
     # half as long at the same loss.
     products = lm_head[ids].to(getattr(torch, computing_dtype()))
     losses, steps = _train(files, job, heads, kept, products, embedding, should_stop, warm=serving is not None)
-    counts = torch.bincount(training.tokens, minlength=lm_head.shape[0])
-    heads.vocabulary = counts.argsort(descending=True, stable=True)[: min(FREQUENT, int((counts > 0).sum()))]
+    heads.vocabulary = vocabulary(by_frequency(rows, lm_head.shape[0]), serving)
     trained = time.monotonic()
     temperature, top_p, top_k, min_p = held_out.law
     gate = shadow_evaluation(
@@ -129,6 +132,20 @@ def anchor(rows: int) -> float:
     """`HeadTrainConfig.anchor` for a training on so many rows: what was known before is one opinion beside theirs, so
     that beside their mean it weighs as one over their number."""
     return _ANCHOR * _ANCHOR_ROWS / rows
+
+
+def passes(rows: int, epochs: int) -> int:
+    """How often a training on so many rows takes each of them. epochs: at least."""
+    return max(epochs, min(_MOST_EPOCHS, math.ceil(_ROWS_IN_ALL / rows)))
+
+
+def vocabulary(seen: Tensor, serving: FutureTokenHeads | None) -> Tensor:
+    """[M] int64: the tokens that a training saw, by falling frequency, and after them those of the serving heads, since
+    few rows hold few of the tokens that are still to come."""
+    known = None if serving is None else serving.vocabulary
+    if known is not None:
+        seen = torch.cat([seen, known[~torch.isin(known, seen)]])
+    return seen[:FREQUENT].clone()
 
 
 @torch.no_grad()
@@ -179,7 +196,7 @@ def _train(
 ) -> tuple[tuple[float, float], int]:
     """Trains in place until the end or until the time is up. Returns the first and the last loss, and the steps."""
     near = anchor(len(rows)) if warm else 0.0  # heads that begin from nothing have nothing to stay near to
-    config = HeadTrainConfig(epochs=job.epochs, anchor=near, holdout=0.0, seed=job.seed)
+    config = HeadTrainConfig(epochs=passes(len(rows), job.epochs), anchor=near, holdout=0.0, seed=job.seed)
     end = time.monotonic() + job.seconds
     saved_at = time.monotonic()
     losses: list[float] = []

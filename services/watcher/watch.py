@@ -88,6 +88,11 @@ class Watch:
             events.add("degraded", version=self.version, fall=check.fall, z=check.z, at=check.at)
         return events
 
+    def policy_moved(self) -> None:
+        """Enough has come of later policies for a training to be worth trying."""
+        self.moved = True
+        self.detector.mark()
+
     def repaired(self) -> None:
         """The serving copies were not what was published, and are again: the same reference judges them."""
         self.degraded_since = None
@@ -96,8 +101,8 @@ class Watch:
 
     def swapped(self, version: int) -> None:
         """Another version serves, trained by us: it is on trial against what the old one did of late."""
-        old = self.version
-        self._trial = self.detector.successor(version, drifted=self.degraded_since is not None) if old else None
+        old, drifted = self.version, self.degraded_since is not None or self.moved
+        self._trial = self.detector.successor(version, drifted=drifted) if old else None
         self._trial_checks = 0
         self._begin(version)
         self._refusals = 0

@@ -122,6 +122,24 @@ def test_a_successor_is_judged_by_what_its_predecessor_did_of_late():
     assert found(0.5)
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_heads_for_a_policy_that_moved_are_not_asked_for_what_the_old_ones_did_before(marked):
+    """Acceptance falls by 30 % with the policy, which is noticed by its rows before anything is sure of a fall."""
+    rng = random.Random(9)
+    old = DriftDetector(DriftConfig(patience=1000), heads=1)
+    for part in (stream(rng, 26), stream(rng, 4, from_check=0, drop=0.3)):
+        if marked:
+            old.mark()
+        for r in part:
+            old.observe(r)
+    new = old.successor(2, drifted=marked)
+    worse = False
+    for i in range(400):
+        check = new.observe(record(rng, 1e4 + i, f"n{i // 4}", "T=1", rng.gauss(0, 0.05), 0.7, heads=2))
+        worse |= check is not None and check.streak >= 2
+    assert worse == (not marked)
+
+
 def test_windows_can_be_forgotten_and_the_reference_kept():
     rng = random.Random(7)
     detector = DriftDetector(heads=1)

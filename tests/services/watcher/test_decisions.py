@@ -59,13 +59,13 @@ def degrade(watcher, seed=0):
     assert watcher.watch.degraded_since is not None
 
 
-def result(tiny_dir, *, rows, seen, passed=False, high=0.0, degraded=None, serving=1, moved=False, policy=0):
-    gate = {"passed": passed, "high": high, "low": -1.0, "old": 1.0, "new": 1.0, "difference": 0.0, "prompts": []}
+def result(tiny_dir, *, rows, seen, passed=False, high=0.0, degraded=None, serving=1, later=0, policy=0, gain=0.0):
+    gate = {"passed": passed, "high": high, "low": -1.0, "old": 1.0, "new": 1.0, "difference": gain, "prompts": []}
     return {
         "gate": gate, "rows": rows, "prompts": 3, "temperature": 1.0, "policy_versions": [0, policy],
         "held_out_rows": 1, "steps": 1, "train_seconds": 1.0, "cpu_seconds": 1.0,
         "model": asdict(ModelFingerprint.of(tiny_dir)),
-        "job": {"serving": serving, "seen": seen, "degraded": degraded, "moved": moved},
+        "job": {"serving": serving, "seen": seen, "degraded": degraded, "later": later},
     }  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def test_a_policy_that_moves_is_followed_and_less_often_where_that_brings_nothin
         return watcher.watch.moved
 
     def judge(policy, **how):
-        found = result(tiny_dir, rows=100, seen=100, moved=True, policy=policy, serving=watcher.watch.version, **how)
+        found = result(tiny_dir, rows=100, seen=100, later=50, policy=policy, serving=watcher.watch.version, **how)
         watcher._judge(files(tmp_path, at_rest.spec), found)
 
     arrive(watcher, 90, policy=0)
@@ -177,6 +177,7 @@ def test_a_policy_that_moves_is_followed_and_less_often_where_that_brings_nothin
     assert moved()
     judge(4, passed=True)
     assert watcher.watch.version == 2
+    assert watcher.job_rows.needed == 200  # twice those that there were
     arrive(watcher, 9, policy=5)
     assert not moved()
     arrive(watcher, 1, policy=5)
@@ -187,6 +188,26 @@ def test_a_policy_that_moves_is_followed_and_less_often_where_that_brings_nothin
     again = at_rest(min_rows=400, max_rows=3200)
     assert again.watch.moved
     assert (again.progress.covered, again.progress.stride) == (4, 100)
+
+
+@pytest.mark.parametrize(("gain", "far"), [(0.04, False), (0.06, True)])
+def test_what_came_before_a_policy_that_moved_far_is_left_out(at_rest, setting, tiny_dir, tmp_path, gain, far):  # noqa: F811
+    watcher = at_rest(min_rows=40, max_rows=3200, holdout=0.0001)
+    for policy in (0, 0, 0, 1, 2):
+        watcher.rows._stream.append(frame(policy, policy=policy, length=10).to_bytes())
+    watcher.rows._due = 0.0
+    watcher.rows.read(watcher.stop)
+    watcher._tend_training()
+    assert watcher.watch.moved
+    found = result(tiny_dir, rows=40, seen=50, later=20, policy=2, passed=True, gain=gain)
+    watcher._judge(files(tmp_path, at_rest.spec), found)
+    assert (watcher.job_rows.seen, watcher.job_rows.needed) == ((20, 40) if far else (50, 100))
+    watcher.close()
+
+    again = at_rest(min_rows=40, max_rows=3200, holdout=0.0001)
+    again.rows._due = 0.0
+    again.rows.read(again.stop)
+    assert (again.job_rows.seen, again.job_rows.needed) == ((20, 40) if far else (50, 100))
 
 
 def test_a_degradation_is_answered_before_a_policy_that_moves(at_rest, tiny_dir, tmp_path):
@@ -201,7 +222,7 @@ def test_a_degradation_is_answered_before_a_policy_that_moves(at_rest, tiny_dir,
     # A training for the policy that began before the trigger does not answer it.
     watcher.watch.moved = True
     assert not watcher._for_policy
-    watcher._judge(files(tmp_path, at_rest.spec), result(tiny_dir, rows=9, seen=9, moved=True, policy=1))
+    watcher._judge(files(tmp_path, at_rest.spec), result(tiny_dir, rows=9, seen=9, later=5, policy=1))
     assert watcher.watch.degraded_since == degraded
     # The one that does answers the policy's moving too, since it has learned from the newest rows.
     watcher._judge(files(tmp_path, at_rest.spec), result(tiny_dir, rows=9, seen=9, degraded=degraded, policy=1))

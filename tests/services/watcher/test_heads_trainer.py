@@ -17,8 +17,9 @@ from services.rollout.heads_file import read_heads
 from services.watcher.gate import decide
 from services.watcher.job import TrainJob
 from services.watcher.rows import RowBuffer
-from services.watcher.train_process import anchor
+from services.watcher.train_process import anchor, passes, vocabulary
 from services.watcher.trainer import Trainer, TrainingFailed
+from specroll_core.heads import FutureTokenHeads, HeadsSpec
 
 PROMPTS, LENGTH = 40, 48
 
@@ -122,7 +123,7 @@ def test_a_failure_says_why_and_leaves_nothing(tiny_dir, buffer, tmp_path):
 @pytest.mark.parametrize("rows", [500, 4000, 56_000])
 def test_more_rows_outvote_the_heads_that_training_began_with(rows):
     """The least of mean (x_i - theta)^2 / 2 + a (theta - theta_0)^2 is what a prior of fixed precision gives."""
-    theta_0, mean, precision = 1.0, 3.0, 2 * 40.0
+    theta_0, mean, precision = 1.0, 3.0, 2 * 12.0
     pulled = 2 * anchor(rows)
     assert (mean + pulled * theta_0) / (1 + pulled) == pytest.approx(
         (rows * mean + precision * theta_0) / (rows + precision)
@@ -139,3 +140,18 @@ def test_a_policy_that_the_learner_deletes_is_still_there_for_its_training(tiny_
     assert result["steps"] > 0
     trainer.discard(files)
     assert not list((tmp_path / "jobs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("rows", "epochs", "taken"), [(1000, 3, 16), (4000, 3, 8), (5000, 3, 7), (50_000, 3, 3), (4000, 9, 9)]
+)
+def test_few_rows_are_passed_over_more_often(rows, epochs, taken):
+    assert passes(rows, epochs) == taken
+
+
+def test_tokens_that_few_rows_do_not_hold_stay_in_the_vocabulary():
+    heads = FutureTokenHeads(HeadsSpec(1, 8, 2, 100))
+    assert vocabulary(torch.tensor([7, 3]), None).tolist() == [7, 3]
+    assert vocabulary(torch.tensor([7, 3]), heads).tolist() == [7, 3]
+    heads.vocabulary = torch.tensor([3, 90, 7, 1])
+    assert vocabulary(torch.tensor([7, 3]), heads).tolist() == [7, 3, 90, 1]

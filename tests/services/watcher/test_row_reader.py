@@ -17,9 +17,9 @@ class Stream:
     def __init__(self):
         self.entries = []
 
-    def append(self, tag):
+    def append(self, tag, policy=0):
         rows = (torch.full((10,), tag, dtype=torch.int32), torch.zeros(10, 2, dtype=torch.bfloat16))
-        frame = RowFrame(prompt_name([tag]), 0, 1.0, 1.0, -1, 0.0, *rows)
+        frame = RowFrame(prompt_name([tag]), policy, 1.0, 1.0, -1, 0.0, *rows)
         self.entries.append((f"{9 + len(self.entries)}-{len(self.entries)}", frame.to_bytes()))
 
     def read(self, after, count):
@@ -72,3 +72,24 @@ def test_a_stream_that_has_lost_its_beginning_leaves_what_came_later():
     buffer, rows = reader(stream, fresh=cut)
     read(rows)
     assert tags(buffer, rows) == [4, 5]
+
+
+def test_where_a_policy_moved_far_its_own_rows_are_learned_from():
+    stream = Stream()
+    buffer, rows = reader(stream)
+    for tag, policy in enumerate((0, 1, 1, 2, 1, 3)):  # one was still under way under an earlier policy
+        stream.append(tag, policy)
+    read(rows)
+    rows.moved_far(3)  # nothing is later
+    assert tags(buffer, rows) == [0, 1, 2, 3, 4, 5]
+    rows.without_doubt()
+    rows.moved_far(1)
+    assert tags(buffer, rows) == [3, 4, 5]
+    again, restarted = reader(stream, fresh=rows.fresh)
+    read(restarted)
+    assert tags(again, restarted) == [3, 4, 5]
+    # A drift after which nothing was without doubt begins no earlier.
+    restarted.drifted()
+    assert tags(again, restarted) == [3, 4, 5]
+    rows.drifted()
+    assert buffer.count(held_out=False, since=rows.fresh_from) == 0
