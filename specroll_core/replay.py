@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specroll_core.growth import TreeOptions
 from specroll_core.head_training import HeadRows
-from specroll_core.heads import FutureTokenHeads
+from specroll_core.heads import FutureTokenHeads, ProposalVocabulary
 from specroll_core.proposal import PathProposer
 from specroll_core.reflex import Reflex
 from specroll_core.replay_correction import CorrectedGuesses
@@ -60,11 +60,13 @@ def predicted_acceptance(
     min_p: float = 0.0,
     options: TreeOptions | None = None,
     scorer: CountTableScorer | None = None,
+    vocabulary: ProposalVocabulary | None = None,
     batch_rows: int = 64,
 ) -> AcceptanceReport:
     """Expected tokens per step of heads alone with `nodes` nodes per round, root included, on recorded trajectories.
 
-    scorer: starts from it and updates it as serving would, each start scored before it is learned from.
+    scorer: starts from it and updates it as serving would, each start scored before it is learned from. vocabulary:
+    that proposals are ranked over, all tokens where None.
     """
     guesses = head_guesses(
         heads,
@@ -75,6 +77,7 @@ def predicted_acceptance(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        vocabulary=vocabulary,
         batch_rows=batch_rows,
     )
     return replay(guesses, rows, nodes=nodes, options=options, scorer=scorer, batch_rows=batch_rows)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specroll_core.growth import TreeOptions
 from specroll_core.head_training import HeadRows
-from specroll_core.heads import FutureTokenHeads
+from specroll_core.heads import FutureTokenHeads, ProposalVocabulary
 from specroll_core.replay import AcceptanceReport, gain_interval, predicted_acceptance
 
 # Fewer held-out prompts than this give an interval that means nothing.
@@ -61,12 +61,17 @@ def shadow_evaluation(
     nodes: int,
     law: Mapping[str, Any],
     sampled_children: bool,
+    proposed: Tensor | None = None,
 ) -> GateReport:
-    """Replays held-out trajectories with both. law: temperature, top_k, top_p and min_p that they were sampled with."""
+    """Replays held-out trajectories with both. law: temperature, top_k, top_p and min_p that they were sampled with.
+    proposed: [M] int64 ascending, the tokens that both may propose, None for all."""
+    vocabulary = ProposalVocabulary(lm_head, proposed)
 
     def measure(heads: FutureTokenHeads) -> AcceptanceReport:
         options = TreeOptions(sampled_children=sampled_children)
-        return predicted_acceptance(heads, rows, lm_head, embedding, nodes=nodes, options=options, **law)
+        return predicted_acceptance(
+            heads, rows, lm_head, embedding, nodes=nodes, options=options, vocabulary=vocabulary, **law
+        )
 
     theirs = measure(new).by_prompt
     # Without heads every token but a trajectory's first, which the prefill gives, takes a step.

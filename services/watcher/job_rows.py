@@ -9,8 +9,8 @@ from services.watcher.rows import ChosenRows, RowBuffer
 
 # Training begins only with so many held-out prompts: with fewer the gate could not pass.
 _MIN_HELD_OUT_PROMPTS = 6
-# Heads for a policy that has moved are judged on held-out rows that came with it, and on earlier ones only as far as
-# there are fewer than this.
+# Heads for a policy that has moved are judged on held-out rows of the policies that they have learned from, and on
+# earlier ones only as far as there are fewer than this.
 _LATER_HELD_OUT, _LATER_PROMPTS = 256, 12
 
 
@@ -60,13 +60,15 @@ class JobRows:
         return ""
 
     def choose(self, *, moved: bool) -> tuple[ChosenRows, ChosenRows]:
-        """Rows to learn from, and held-out ones to judge on. Where the policy has moved, the heads know what came
-        before: as much of it as has come since is enough for them not to forget it."""
+        """Rows to learn from, and held-out ones to judge on. Where the policy has moved both are of the newest: as many
+        as training begins with, and no more than half of them from before, unless the attempt waited for more."""
         settings, buffer, since = self._settings, self._buffer, self._reader.fresh_from
         if not moved:
             return buffer.training(settings.max_rows, since), buffer.held_out(settings.gate_rows, since)
-        later_than, least = self._progress.covered or 0, min(settings.gate_rows // 4, _LATER_HELD_OUT)
-        return (
-            buffer.training(min(2 * self.of_later_policies(), settings.max_rows), since),
-            buffer.held_out_later(settings.gate_rows, since, later_than, least=least, prompts=_LATER_PROMPTS),
+        few = min(2 * self.of_later_policies(), settings.min_rows)
+        training = buffer.training(max(self._progress.stride, few), since)
+        later_than = max(self._progress.covered or 0, training.policies[0] - 1)
+        least = min(settings.gate_rows // 4, _LATER_HELD_OUT)
+        return training, buffer.held_out_later(
+            settings.gate_rows, since, later_than, least=least, prompts=_LATER_PROMPTS
         )

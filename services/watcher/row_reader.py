@@ -62,9 +62,10 @@ class RowReader:
 
     def moved_far(self, covered: int) -> None:
         """What came since the first row of a policy later than `covered` is what is learned from."""
-        self._begun = [begun for begun in self._begun if begun[0] > covered]
-        if self._begun:
-            _, self.fresh, self.fresh_from = self._begun[0]
+        for policy, entry, received in self._begun:
+            if policy > covered:
+                self.fresh, self.fresh_from = entry, received
+                return
 
     def read(self, stop: threading.Event) -> None:
         """Takes in what is there, once a second at most."""

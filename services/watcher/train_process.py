@@ -82,16 +82,16 @@ def run(files: JobDirectory, should_stop: Callable[[], bool]) -> None:
     model = ModelFingerprint.of(Path(job.policy_dir))
     lm_head, embedding = output_weights(Path(job.policy_dir))
     lm_head, embedding = lm_head.float(), embedding.float()
+    # Products with the LM head are most of the work, and in bfloat16, where the machine multiplies in it, they take
+    # half as long at the same loss.
+    products = lm_head.to(getattr(torch, computing_dtype()))
     serving = load_artifact(Path(job.heads_dir)).heads if job.heads_dir else None
     heads = _begin(job, serving, lm_head)
-    rows = with_laws(training, lm_head, should_stop)
+    rows = with_laws(training, products, should_stop)
     ids = frequent_tokens(rows, lm_head.shape[0], FREQUENT)
     kept, coverage = restrict(rows, ids, lm_head.shape[0])
-    # The products with the LM head are most of the work, and in bfloat16, where the machine multiplies in it, they take
-    # half as long at the same loss.
-    products = lm_head[ids].to(getattr(torch, computing_dtype()))
-    losses, steps = _train(files, job, heads, kept, products, embedding, should_stop, warm=serving is not None)
-    heads.vocabulary = vocabulary(by_frequency(rows, lm_head.shape[0]), serving)
+    losses, steps = _train(files, job, heads, kept, products[ids], embedding, should_stop, warm=serving is not None)
+    heads.vocabulary = proposed = vocabulary(by_frequency(rows, lm_head.shape[0]), serving)
     trained = time.monotonic()
     temperature, top_p, top_k, min_p = held_out.law
     gate = shadow_evaluation(
@@ -103,6 +103,7 @@ def run(files: JobDirectory, should_stop: Callable[[], bool]) -> None:
         nodes=job.nodes,
         law={"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p},
         sampled_children=job.sampled_children,
+        proposed=proposed.sort().values,  # as a worker does; over all tokens it would take several times as long
     )
     save_heads(heads, files.heads_file)
     files.finish({
@@ -155,7 +156,7 @@ def with_laws(rows: ChosenRows, lm_head: Tensor, should_stop: Callable[[], bool]
     for chunk in rows.hidden.split(_LAW_ROWS):
         if should_stop():
             raise _Interrupted
-        logits = F.linear(chunk.to(lm_head.dtype), lm_head)
+        logits = F.linear(chunk.to(lm_head.dtype), lm_head).float()
         values, top = logits.topk(min(_TOP, logits.shape[-1]))
         ids.append(top)
         logprobs.append(values - logits.logsumexp(-1, keepdim=True))
