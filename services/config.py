@@ -171,10 +171,10 @@ class WatcherConfig(Section):
     learner: host:port that policy files come from where run.dir is not shared. row_fraction: of the requests whose
     positions become training rows, rows_per_second at most; max_row_bytes: of rows held in Redis. check_records,
     patience, cooldown_seconds: of `specroll_core/drift.py`. min_rows: rows that training begins with; max_rows: the
-    newest that it takes, two bytes for each number of a hidden state. train_seconds: after which training ends where it
-    stands. gate_rows: held-out rows that decide; gate_nodes: of the trees that they are judged with, root included.
-    threads, nice: of the trainer's process. keep_versions: heads kept on disk beside the serving ones and those before
-    them.
+    newest that it takes, two bytes for each number of a hidden state. epochs: passes over them, of few rows more.
+    train_seconds: after which training ends where it stands. gate_rows: held-out rows that decide; gate_nodes: of the
+    trees that they are judged with, root included. threads, nice: of the trainer's process. keep_versions: heads kept
+    on disk beside the serving ones and those before them.
     """
 
     enabled: bool = True

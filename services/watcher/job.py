@@ -90,6 +90,11 @@ class JobDirectory:
     def heads_file(self) -> Path:
         return self.path / HEADS_FILE
 
+    @property
+    def begin_file(self) -> Path:
+        """Heads that the training begins with in place of the serving ones, where there is one."""
+        return self.path / "begin.safetensors"
+
     def finish(self, result: dict[str, Any]) -> None:
         write_json(self.path / RESULT, result)
         (self.path / _POSITION).unlink(missing_ok=True)

@@ -60,13 +60,12 @@ class JobRows:
         return ""
 
     def choose(self, *, moved: bool) -> tuple[ChosenRows, ChosenRows]:
-        """Rows to learn from, and held-out ones to judge on. Where the policy has moved both are of the newest: as many
-        as training begins with, and no more than half of them from before, unless the attempt waited for more."""
+        """Rows to learn from, and held-out ones to judge on. Where the policy has moved both are of the newest, no more
+        than half of them from before."""
         settings, buffer, since = self._settings, self._buffer, self._reader.fresh_from
         if not moved:
             return buffer.training(settings.max_rows, since), buffer.held_out(settings.gate_rows, since)
-        few = min(2 * self.of_later_policies(), settings.min_rows)
-        training = buffer.training(max(self._progress.stride, few), since)
+        training = buffer.training(2 * min(self.of_later_policies(), settings.min_rows), since)
         later_than = max(self._progress.covered or 0, training.policies[0] - 1)
         least = min(settings.gate_rows // 4, _LATER_HELD_OUT)
         return training, buffer.held_out_later(

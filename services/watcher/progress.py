@@ -6,24 +6,21 @@ it, so that only a training can, and the gate.
 
 from __future__ import annotations
 
-# The first attempt comes after so many rows of later policies, as a share of those that training begins with: what an
-# attempt costs grows with them, and a policy may have settled before there are more.
+# The first attempt comes after so many rows of later policies, as a share of those that training begins with: a policy
+# may have settled before there are more.
 _FIRST = 0.25
-# At the longest an attempt waits for such a share of the rows that are kept.
-_LONGEST = 0.25
 
 
 class Progress:
     """The first attempt is made after few rows of policies later than `covered`; each that brought nothing doubles
-    what the next one waits for, and one that brought better heads makes it as short as at first.
+    what the next one waits for, up to `min_rows`, and one that brought better heads makes it as short as at first.
 
-    min_rows, max_rows: that training begins with, and that are kept. covered: the newest policy that was learned from,
-    None before anything is known. stride: rows of later policies that the next attempt waits for.
+    min_rows: that training begins with. covered: the newest policy that was learned from, None before anything is
+    known. stride: rows of later policies that the next attempt waits for.
     """
 
-    def __init__(self, min_rows: int, max_rows: int, *, covered: int | None = None, stride: int | None = None) -> None:
-        self._first = max(1, round(_FIRST * min_rows))
-        self._longest = max(self._first, round(_LONGEST * max_rows))
+    def __init__(self, min_rows: int, *, covered: int | None = None, stride: int | None = None) -> None:
+        self._first, self._longest = max(1, round(_FIRST * min_rows)), min_rows
         self.covered = covered
         self.stride = min(stride or self._first, self._longest)
 

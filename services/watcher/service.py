@@ -100,7 +100,7 @@ class Watcher:
             healthy=known.healthy,
             fresh=known.fresh,
         )
-        self.progress = Progress(settings.min_rows, settings.max_rows, covered=known.covered, stride=known.stride)
+        self.progress = Progress(settings.min_rows, covered=known.covered, stride=known.stride)
         self.job_rows = JobRows(settings, self.buffer, self.rows, self.progress)
         self.job_rows.needed = known.needed or settings.min_rows
         # The degradation for which the serving copies were looked at.
@@ -242,7 +242,7 @@ class Watcher:
         )
         try:
             training, held_out = self.job_rows.choose(moved=job.later > 0)
-            self.trainer.start(job, training, held_out)
+            self.trainer.start(job, training, held_out, go_on=job.later > 0)
         except Exception as error:
             self._training_failed(f"it could not be started: {error}")
             raise
@@ -284,6 +284,11 @@ class Watcher:
         if not stale:
             self.watch.refused(time.time(), undecided=undecided, moved=moved)
             self.progress.tried(result["policy_versions"][1], better=False)
+            # What few rows could not yet make better goes on learning from the next ones.
+            if moved and gate["high"] > 0:
+                self.trainer.keep(files)
+            else:
+                self.trainer.keep_none()
             if undecided and not moved:
                 self.job_rows.needed = 2 * _seen(result)
         self._event(
@@ -331,6 +336,7 @@ class Watcher:
                 self.rows.moved_far(covered)
                 self.job_rows.needed = 2 * later
         self.progress.tried(result["policy_versions"][1], better=True)
+        self.trainer.keep_none()
         self.watch.improving = degraded_meanwhile or not self._all_rows(result)
         self._event(
             "published",
@@ -354,6 +360,7 @@ class Watcher:
         else:
             self.current = None  # what serves goes on serving: it is worse than others, not harmful
         self.watch.rolled_back(back.version if back else 0)
+        self.trainer.keep_none()
         self._name_current()
         self._swap_everybody()
 

@@ -28,7 +28,7 @@ from services.heads.artifact import load_artifact
 from services.heads.fingerprint import ModelFingerprint, output_weights
 from services.heads.train import FREQUENT, by_frequency, frequent_tokens, restrict
 from services.machine import computing_dtype
-from services.rollout.heads_file import save_heads
+from services.rollout.heads_file import read_heads, save_heads
 from services.watcher.gate import shadow_evaluation
 from services.watcher.job import JobDirectory, TrainJob
 from services.watcher.rows import ChosenRows
@@ -86,12 +86,13 @@ def run(files: JobDirectory, should_stop: Callable[[], bool]) -> None:
     # half as long at the same loss.
     products = lm_head.to(getattr(torch, computing_dtype()))
     serving = load_artifact(Path(job.heads_dir)).heads if job.heads_dir else None
-    heads = _begin(job, serving, lm_head)
+    begun = read_heads(files.begin_file) if files.begin_file.exists() else serving
+    heads = _begin(job, begun, lm_head)
     rows = with_laws(training, products, should_stop)
     ids = frequent_tokens(rows, lm_head.shape[0], FREQUENT)
     kept, coverage = restrict(rows, ids, lm_head.shape[0])
-    losses, steps = _train(files, job, heads, kept, products[ids], embedding, should_stop, warm=serving is not None)
-    heads.vocabulary = proposed = vocabulary(by_frequency(rows, lm_head.shape[0]), serving)
+    losses, steps = _train(files, job, heads, kept, products[ids], embedding, should_stop, warm=begun is not None)
+    heads.vocabulary = proposed = vocabulary(by_frequency(rows, lm_head.shape[0]), begun)
     trained = time.monotonic()
     temperature, top_p, top_k, min_p = held_out.law
     gate = shadow_evaluation(
@@ -140,10 +141,10 @@ def passes(rows: int, epochs: int) -> int:
     return max(epochs, min(_MOST_EPOCHS, math.ceil(_ROWS_IN_ALL / rows)))
 
 
-def vocabulary(seen: Tensor, serving: FutureTokenHeads | None) -> Tensor:
-    """[M] int64: the tokens that a training saw, by falling frequency, and after them those of the serving heads, since
-    few rows hold few of the tokens that are still to come."""
-    known = None if serving is None else serving.vocabulary
+def vocabulary(seen: Tensor, begun: FutureTokenHeads | None) -> Tensor:
+    """[M] int64: the tokens that a training saw, by falling frequency, and after them those of the heads that it began
+    with, since few rows hold few of the tokens that are still to come."""
+    known = None if begun is None else begun.vocabulary
     if known is not None:
         seen = torch.cat([seen, known[~torch.isin(known, seen)]])
     return seen[:FREQUENT].clone()
@@ -175,12 +176,12 @@ def _as_rows(rows: ChosenRows, ids: Tensor | None = None, logprobs: Tensor | Non
     )
 
 
-def _begin(job: TrainJob, serving: FutureTokenHeads | None, lm_head: Tensor) -> FutureTokenHeads:
+def _begin(job: TrainJob, begun: FutureTokenHeads | None, lm_head: Tensor) -> FutureTokenHeads:
     torch.manual_seed(job.seed)
-    if serving is None:
+    if begun is None:
         return FutureTokenHeads(HeadsSpec(job.heads, lm_head.shape[1], job.rank, lm_head.shape[0]))
-    made = FutureTokenHeads(serving.spec)
-    made.load_in_place(serving.state_dict())
+    made = FutureTokenHeads(begun.spec)
+    made.load_in_place(begun.state_dict())
     return made
 
 

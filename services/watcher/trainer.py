@@ -37,17 +37,21 @@ class Trainer:
         self._nice = nice
         self._process: subprocess.Popen[bytes] | None = None
         self._files: JobDirectory | None = None
+        self._kept = root / "kept.safetensors"
         root.mkdir(parents=True, exist_ok=True)
 
     @property
     def running(self) -> bool:
         return self._files is not None
 
-    def start(self, job: TrainJob, training: ChosenRows, held_out: ChosenRows) -> None:
+    def start(self, job: TrainJob, training: ChosenRows, held_out: ChosenRows, *, go_on: bool = False) -> None:
+        """go_on: from heads that were kept, where there are some."""
         assert self._files is None
         files = JobDirectory(self._root / f"job-{self._next_number():06d}")
         try:
             policy = _linked(Path(job.policy_dir), files.path / "policy")
+            if go_on and self._kept.exists():
+                shutil.copyfile(self._kept, files.begin_file)
             files.write(replace(job, policy_dir=str(policy)), training, held_out)
             self._launch(files)
         except BaseException:
@@ -95,6 +99,13 @@ class Trainer:
             self.discard(files)
             raise TrainingFailed(f"the trainer ended with exit code {code}: {last}")
         return files, result
+
+    def keep(self, files: JobDirectory) -> None:
+        """Keeps a job's heads, which do not serve, for a later one to go on from."""
+        os.replace(files.heads_file, self._kept)
+
+    def keep_none(self) -> None:
+        self._kept.unlink(missing_ok=True)
 
     def discard(self, files: JobDirectory) -> None:
         """Deletes a job that has been dealt with."""

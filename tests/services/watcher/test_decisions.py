@@ -163,20 +163,25 @@ def test_a_policy_that_moves_is_followed_and_less_often_where_that_brings_nothin
     assert moved()
     assert (events(setting, "moved")[-1]["rows"], events(setting, "moved")[-1]["policy"]) == (100, 2)
     assert watcher._waits_for == "256 rows of prompts that are held out"
+    kept = setting.run_dir.root / "watcher" / "jobs" / "kept.safetensors"
     judge(2, high=0.5)  # undecided or not, later rows decide
     assert not watcher.watch.moved
+    assert kept.exists()
     assert watcher.job_rows.needed == 999
     arrive(watcher, 19, policy=3)
     assert not moved()
     arrive(watcher, 1, policy=3)
     assert moved()  # twice as many
-    judge(3)
+    judge(3)  # surely no better: nothing goes on from there
+    assert not kept.exists()
     arrive(watcher, 39, policy=4)
     assert not moved()
     arrive(watcher, 1, policy=4)
     assert moved()
+    kept.write_bytes(b"")
     judge(4, passed=True)
     assert watcher.watch.version == 2
+    assert not kept.exists()
     assert watcher.job_rows.needed == 200  # twice those that there were
     arrive(watcher, 9, policy=5)
     assert not moved()

@@ -94,6 +94,23 @@ def test_a_training_and_its_interrupted_twin_agree(tiny_dir, buffer, tmp_path):
     assert not twin.resume()
 
 
+def test_a_training_goes_on_from_heads_that_were_kept(tiny_dir, buffer, tmp_path):
+    trainer = Trainer(tmp_path, threads=1, nice=5)
+    first = []
+    for go_on in (True, False, True):  # there are none yet; they are not asked for; they are
+        trainer.start(job(tiny_dir), buffer.training(10_000), buffer.held_out(10_000), go_on=go_on)
+        files, result = result_of(trainer)
+        first.append(result["loss_first"])
+        if len(first) == 1:
+            trainer.keep(files)
+        trainer.discard(files)
+    assert first[0] == first[1]
+    assert first[2] < 0.9 * first[0]
+    trainer.keep_none()
+    trainer.keep_none()
+    assert list(tmp_path.iterdir()) == []
+
+
 def handled(process):
     """Whether the process catches SIGTERM: bit 14 of SigCgt in /proc."""
     with open(f"/proc/{process.pid}/status") as file:
