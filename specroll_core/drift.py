@@ -245,7 +245,8 @@ class DriftDetector:
         self._since_mark = 0
 
     def mark(self) -> None:
-        """The policy is another one: a successor made for it is compared with what is seen from here on."""
+        """The policy is another one: a successor made for it is compared with the checks from here on, that which is
+        being gathered included."""
         self._since_mark = 0
 
     def successor(self, heads: int, *, drifted: bool = False) -> DriftDetector:

@@ -1,7 +1,8 @@
 """A training job as files: what the watcher asks of its trainer process, and what comes back.
 
-A directory holds `job.json`, `rows.safetensors`, while it runs `position.safetensors`, and at the end
-`heads.safetensors` and, last, `result.json`. A job without a result is gone on with after a restart.
+A directory holds `job.json`, `rows.safetensors`, `begin.safetensors` where it goes on from heads that do not serve,
+while it runs `position.safetensors`, and at the end `heads.safetensors` and, last, `result.json`. A job without a
+result is gone on with after a restart.
 """
 
 from __future__ import annotations

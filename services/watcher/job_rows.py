@@ -10,7 +10,7 @@ from services.watcher.rows import ChosenRows, RowBuffer
 # Training begins only with so many held-out prompts: with fewer the gate could not pass.
 _MIN_HELD_OUT_PROMPTS = 6
 # Heads for a policy that has moved are judged on held-out rows of the policies that they have learned from, and on
-# earlier ones only as far as there are fewer than this.
+# earlier ones only as far as there are fewer than this, where there are as many.
 _LATER_HELD_OUT, _LATER_PROMPTS = 256, 12
 
 
@@ -48,20 +48,19 @@ class JobRows:
         settings, buffer, since = self._settings, self._buffer, self._reader.fresh_from
         needed = 0 if moved else min(self.needed, settings.max_rows)
         held = _LATER_HELD_OUT if moved else settings.min_rows // 4
-        prompts = _LATER_PROMPTS if moved else _MIN_HELD_OUT_PROMPTS
         held = min(settings.gate_rows // 4, held)
         if self.seen < needed:
             return f"{needed} rows"
         if buffer.count(held_out=True, since=since) < held:
             return f"{held} rows of prompts that are held out"
-        if buffer.prompts(held_out=True, since=since) < prompts:
+        if buffer.prompts(held_out=True, since=since) < _MIN_HELD_OUT_PROMPTS:
             share = f"a share of {settings.holdout:g} of all prompts (watcher.holdout)"
-            return f"{prompts} different prompts that are held out, {share}"
+            return f"{_MIN_HELD_OUT_PROMPTS} different prompts that are held out, {share}"
         return ""
 
     def choose(self, *, moved: bool) -> tuple[ChosenRows, ChosenRows]:
-        """Rows to learn from, and held-out ones to judge on. Where the policy has moved both are of the newest, no more
-        than half of them from before."""
+        """Rows to learn from, and held-out ones to judge on. Where the policy has moved those to learn from are the
+        newest, no more than half of them from before, and those to judge on are of the same policies."""
         settings, buffer, since = self._settings, self._buffer, self._reader.fresh_from
         if not moved:
             return buffer.training(settings.max_rows, since), buffer.held_out(settings.gate_rows, since)

@@ -28,3 +28,7 @@ class Progress:
         """A training on rows up to `policy` has come to an end. better: its heads serve."""
         self.covered = policy if self.covered is None else max(policy, self.covered)
         self.stride = self._first if better else min(2 * self.stride, self._longest)
+
+    def begin_again(self) -> None:
+        """Other heads serve, which have learned from nobody knows which policies."""
+        self.covered, self.stride = None, self._first

@@ -104,5 +104,7 @@ def _take_in_rows(known: Recalled, kind: str, line: Mapping[str, Any]) -> None:
         known.needed = int(line["needed"])
     if kind == "published":
         known.fresh = str(line.get("fresh", known.fresh))
-    if kind in ("published", "refused") and "covered" in line:
+    if kind in ("moved", "published", "refused") and "covered" in line:
         known.covered, known.stride = int(line["covered"]), int(line["stride"])
+    elif kind == "rolled_back":
+        known.covered = known.stride = None

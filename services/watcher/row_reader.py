@@ -64,7 +64,8 @@ class RowReader:
         """What came since the first row of a policy later than `covered` is what is learned from."""
         for policy, entry, received in self._begun:
             if policy > covered:
-                self.fresh, self.fresh_from = entry, received
+                if _number(entry) > _number(self.fresh):
+                    self.fresh, self.fresh_from = entry, received
                 return
 
     def read(self, stop: threading.Event) -> None:

@@ -86,17 +86,17 @@ class RowBuffer:
     def held_out_later(self, rows: int, since: int, later_than: int, *, least: int, prompts: int) -> ChosenRows:
         """Like `held_out`, only those of policies after `later_than`, and as many earlier ones as are missing to
         `least` rows of `prompts` prompts."""
-        frames = self._since(True, since)
-        names: set[str] = set()
-        taken, first = 0, len(frames)
-        while first and taken < rows:
-            frame = frames[first - 1]
-            if frame.policy <= later_than and taken >= least and len(names) >= prompts:
+        frames = self._since(True, since)[::-1]
+        chosen = _take([frame for frame in frames if frame.policy > later_than][::-1], rows, None)
+        taken, names = sum(len(frame.tokens) for frame in chosen), {frame.prompt for frame in chosen}
+        for frame in frames:
+            if taken >= rows or (taken >= least and len(names) >= prompts):
                 break
-            taken += len(frame.tokens)
-            names.add(frame.prompt)
-            first -= 1
-        return _join(frames[first:])
+            if frame.policy <= later_than:
+                chosen.insert(0, frame)
+                taken += len(frame.tokens)
+                names.add(frame.prompt)
+        return _join(chosen)
 
     def _since(self, held_out: bool, since: int) -> list[RowFrame]:
         return [frame for at, frame in self._frames[held_out] if at >= since]

@@ -166,17 +166,21 @@ class Watcher:
             elif kind == "degraded":
                 self.rows.drifted()
                 self.job_rows.begin_again()
-            row = {"row": self.rows.healthy} if kind in ("check", "degraded") else {}
-            self._event(kind, **facts, **row)
+            cuts = {"check": {"row": self.rows.healthy}, "degraded": {"row": self.rows.fresh}}
+            self._event(kind, **facts, **cuts.get(kind, {}))
 
     def _look_at_policy(self) -> None:
         watch = self.watch
-        if not watch.version or watch.moved or watch.degraded_since is not None or self.trainer.running:
+        if not watch.version or watch.degraded_since is not None or self.trainer.running:
             return
         rows = self.job_rows.of_later_policies()
+        if watch.moved:
+            watch.moved = rows > 0  # they may have been cut off since
+            return
         if rows >= self.progress.stride:
             watch.policy_moved()
-            self._event("moved", version=watch.version, policy=self.buffer.newest_policy, rows=rows)
+            newest = self.buffer.newest_policy
+            self._event("moved", version=watch.version, policy=newest, rows=rows, **self._covered())
 
     def _tend_training(self) -> None:
         self._look_at_policy()
@@ -329,15 +333,17 @@ class Watcher:
         self.watch.swapped(self.current.version)
         # Better than what served, but of rows from before the degradation: those since then are for the next training.
         degraded_meanwhile = overtaken and degraded
+        later, covered = result["job"].get("later", 0), self.progress.covered
         if not degraded_meanwhile:
-            self.job_rows.needed = 2 * _seen(result)
-            later, covered = result["job"].get("later", 0), self.progress.covered
-            if later and covered is not None and gate["difference"] >= _FAR * gate["old"]:
+            if not later:
+                self.job_rows.needed = 2 * _seen(result)
+            elif covered is not None and gate["difference"] >= _FAR * gate["old"]:
                 self.rows.moved_far(covered)
                 self.job_rows.needed = 2 * later
         self.progress.tried(result["policy_versions"][1], better=True)
         self.trainer.keep_none()
-        self.watch.improving = degraded_meanwhile or not self._all_rows(result)
+        # A training for the policy's sake took the newest rows alone.
+        self.watch.improving = degraded_meanwhile or later > 0 or not self._all_rows(result)
         self._event(
             "published",
             version=self.current.version,
@@ -361,6 +367,7 @@ class Watcher:
             self.current = None  # what serves goes on serving: it is worse than others, not harmful
         self.watch.rolled_back(back.version if back else 0)
         self.trainer.keep_none()
+        self.progress.begin_again()  # these heads have not learned from what those that are gone had
         self._name_current()
         self._swap_everybody()
 

@@ -41,7 +41,7 @@ INTERRUPTED = 75  # EX_TEMPFAIL
 _TOP = 32
 _LAW_ROWS = 256
 _SAVE_SECONDS = 10.0
-# Weight of the squared distance from the serving heads beside the mean loss of so many rows.
+# Weight of the squared distance from the heads that training began with beside the mean loss of so many rows.
 _ANCHOR, _ANCHOR_ROWS = 0.003, 4000
 # Few rows are passed over more often, up to so often, until as many of them were taken in all. 4,000 rows of a policy
 # that had moved far brought heads to 92 % of those trained at length in three passes, to 97 % in eight.

@@ -102,7 +102,9 @@ class Trainer:
 
     def keep(self, files: JobDirectory) -> None:
         """Keeps a job's heads, which do not serve, for a later one to go on from."""
-        os.replace(files.heads_file, self._kept)
+        whole = self._kept.with_suffix(".new")
+        shutil.copyfile(files.heads_file, whole)  # a result that is judged again after a kill still has its heads
+        os.replace(whole, self._kept)
 
     def keep_none(self) -> None:
         self._kept.unlink(missing_ok=True)

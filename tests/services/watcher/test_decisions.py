@@ -182,7 +182,7 @@ def test_a_policy_that_moves_is_followed_and_less_often_where_that_brings_nothin
     judge(4, passed=True)
     assert watcher.watch.version == 2
     assert not kept.exists()
-    assert watcher.job_rows.needed == 200  # twice those that there were
+    assert watcher.job_rows.needed == 999
     arrive(watcher, 9, policy=5)
     assert not moved()
     arrive(watcher, 1, policy=5)
@@ -206,13 +206,58 @@ def test_what_came_before_a_policy_that_moved_far_is_left_out(at_rest, setting, 
     assert watcher.watch.moved
     found = result(tiny_dir, rows=40, seen=50, later=20, policy=2, passed=True, gain=gain)
     watcher._judge(files(tmp_path, at_rest.spec), found)
-    assert (watcher.job_rows.seen, watcher.job_rows.needed) == ((20, 40) if far else (50, 100))
+    assert (watcher.job_rows.seen, watcher.job_rows.needed) == ((20, 40) if far else (50, 40))
+    assert watcher.watch.improving  # on all rows, of which this one took the newest alone
     watcher.close()
 
     again = at_rest(min_rows=40, max_rows=3200, holdout=0.0001)
     again.rows._due = 0.0
     again.rows.read(again.stop)
-    assert (again.job_rows.seen, again.job_rows.needed) == ((20, 40) if far else (50, 100))
+    assert (again.job_rows.seen, again.job_rows.needed) == ((20, 40) if far else (50, 40))
+
+
+def test_a_moving_policy_is_learned_from_where_it_is(at_rest):
+    watcher = at_rest(min_rows=40, max_rows=3200, gate_rows=400, holdout=0.0)
+    rows = watcher.job_rows
+    assert (rows.of_later_policies(), rows.missing(moved=True)) == (0, "100 rows of prompts that are held out")
+    arrive(watcher, 30, policy=0)
+    arrive(watcher, 3, policy=1)
+    watcher.buffer._holdout = 1.0
+    for policy in (0, 0, 0, 0, 0, 1):
+        for prompt in range(12):
+            watcher.buffer.add(frame(prompt, policy=policy, length=10))
+    assert (rows.of_later_policies(), rows.missing(moved=True)) == (30, "")
+    assert rows.missing(moved=False) == ""
+    training, held_out = rows.choose(moved=True)
+    assert (len(training), training.policies) == (60, (0, 1))  # and as many from before
+    assert (len(held_out), held_out.policies) == (120, (1, 1))
+    arrive(watcher, 10, policy=2)
+    watcher.progress.tried(1, better=True)
+    training, held_out = rows.choose(moved=True)
+    assert (len(training), training.policies) == (80, (2, 2))  # min_rows of them, and the newest of the others
+    everything, _ = rows.choose(moved=False)
+    assert len(everything) > 300
+
+
+def test_where_no_later_rows_are_left_nothing_is_tried_for_them(at_rest):
+    watcher = at_rest(min_rows=40)
+    arrive(watcher, 1, policy=3)
+    watcher.watch.policy_moved()
+    watcher._tend_training()
+    assert not watcher.watch.moved
+
+
+def test_heads_from_before_are_brought_up_to_the_policy_again(at_rest, monkeypatch):
+    watcher = at_rest(min_rows=40)
+    arrive(watcher, 1, policy=0)
+    arrive(watcher, 1, policy=1)
+    watcher.progress.tried(1, better=True)
+    watcher._tend_training()
+    assert not watcher.watch.moved
+    watcher._roll_back("worse")
+    watcher.watch.version = 1
+    watcher._tend_training()
+    assert watcher.watch.moved
 
 
 def test_a_degradation_is_answered_before_a_policy_that_moves(at_rest, tiny_dir, tmp_path):

@@ -106,12 +106,14 @@ def test_how_far_a_moving_policy_was_followed_is_known_after_a_restart(log, tmp_
 
     log.write("published", {"version": 1, "improving": False})
     assert known() == (False, None, None)
-    log.write("moved", {"version": 1, "policy": 3, "rows": 10})
-    assert known() == (True, None, None)
+    log.write("moved", {"version": 1, "policy": 3, "rows": 10, "covered": 0, "stride": 5})
+    assert known() == (True, 0, 5)
     log.write("refused", {"stale": True, "moved": True, "time": 1.0, "covered": 0, "stride": 10})
     assert known() == (True, 0, 10)
     log.write("refused", {"stale": False, "moved": True, "time": 1.0, "covered": 3, "stride": 20})
     assert known() == (False, 3, 20)
+    log.write("rolled_back", {"version": 1, "to": 1, "reason": "worse"})
+    assert known() == (False, None, None)
 
 
 @pytest.mark.parametrize("line", ['{"kind": 5}', "[1]", "{}", "no JSON"])

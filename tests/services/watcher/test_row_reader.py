@@ -93,3 +93,5 @@ def test_where_a_policy_moved_far_its_own_rows_are_learned_from():
     assert tags(again, restarted) == [3, 4, 5]
     rows.drifted()
     assert buffer.count(held_out=False, since=rows.fresh_from) == 0
+    rows.moved_far(1)  # what came before the drift does not come back
+    assert buffer.count(held_out=False, since=rows.fresh_from) == 0

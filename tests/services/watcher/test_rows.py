@@ -126,3 +126,12 @@ def test_heads_for_a_policy_that_moved_are_judged_on_rows_that_came_with_it(late
         buffer.add(frame(policy, policy=policy))
     assert buffer.held_out_later(10_000, 0, later_than, least=least, prompts=prompts).policies == policies
     assert buffer.held_out_later(8, 0, later_than, least=least, prompts=prompts).policies[0] >= 8
+
+
+def test_a_row_that_comes_late_hides_none_of_later_policies():
+    buffer = RowBuffer(10_000, 10_000, holdout=1 - 1e-9)
+    for prompt, policy in enumerate((1, 4, 5, 1, 6)):
+        buffer.add(frame(prompt, policy=policy))
+    chosen = buffer.held_out_later(10_000, 0, 3, least=4, prompts=1)
+    assert (len(chosen), chosen.policies) == (12, (4, 6))
+    assert buffer.held_out_later(10_000, 0, 3, least=16, prompts=1).policies == (1, 6)

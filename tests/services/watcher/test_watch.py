@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -73,6 +74,21 @@ def test_a_gate_that_could_not_decide_leaves_the_wish_for_training_as_it_was():
     assert watch.improving
     watch.refused(now=700.0)
     assert not watch.improving
+
+
+def test_heads_for_a_policy_that_moved_are_on_trial_against_what_the_old_ones_did_on_it():
+    """Acceptance is 30 % lower on the new policy, whatever the heads; before it is sure of, the policy is followed."""
+    rng = random.Random(3)
+    for moved in (True, False):
+        watch = Watch(CONFIG, 1)
+        feed(watch, stream(rng, 30))
+        if moved:
+            watch.policy_moved()
+        feed(watch, stream(rng, 2, from_check=0, drop=0.3))
+        assert watch.degraded_since is None
+        watch.swapped(2)
+        feed(watch, (replace(r, heads=2) for r in stream(rng, 30, from_check=0, drop=0.3)))
+        assert bool(watch.wants_rollback) == (not moved)
 
 
 def test_a_policy_that_has_moved_is_answered_by_one_training(monkeypatch):
